@@ -33,7 +33,7 @@ PINS = Path(__file__).parent.with_name("weights.sha256")
 RECIPE = 1
 
 
-class MiniUnavailable(Exception):  # noqa: N818 - says what is the case, as BlinkBusy does
+class MiniUnavailable(Exception):
     """The built-in model cannot be had. The text is one line: what failed and what to do about it."""
 
 
