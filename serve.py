@@ -1,0 +1,644 @@
+"""`python serve.py --model FOLDER`: answer typed questions over HTTP with a local model.
+
+The port opens at once and `/healthz` says 503 with a progress figure until the model is loaded, checked and warm.
+SIGTERM or Ctrl-C finishes what is queued and exits 0; a dead decision worker exits 1.
+"""
+
+import argparse
+import gc
+import hashlib
+import hmac
+import logging
+import math
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from types import FrameType
+from typing import Any, ClassVar, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from tqdm import tqdm
+
+import wire
+from transport import Handler, Reply, Server, json_reply, listen
+
+log = logging.getLogger("blink")
+
+DEFAULT_MODEL = "thegovind/blink-4b"
+DRAIN_S = 30.0
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY")
+_LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 180)
+_STAGE_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30, 180)
+
+
+class StartError(Exception):
+    """Why the server cannot start, as one line that says what to do."""
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def window_ms(text: str) -> float:
+    """Milliseconds from 0 to 1000, as an argparse type."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"should be a number of milliseconds from 0 (off) to 1000, not {text!r}")
+    return value
+
+
+def int_range(lo: int, hi: int) -> Callable[[str], int]:
+    """A whole number from `lo` to `hi`, as an argparse type."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,18}", text) or not lo <= int(text) <= hi:
+            raise argparse.ArgumentTypeError(f"should be a whole number from {lo} to {hi}, not {text!r}")
+        return int(text)
+
+    return parse
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise StartError(f"BLINK_TEMPERATURE should be a positive number, not {text!r}")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    env = os.environ.get
+    parser = argparse.ArgumentParser(
+        prog="blink-serve",
+        description="Answer typed questions about a state with probabilities, from one forward pass of a local model. "
+        "Serves POST /v1/systemone, GET /v1/models, /healthz and /metrics.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        default=env("BLINK_MODEL") or DEFAULT_MODEL,
+        help="a model folder, a hub id, or 'mini' for the small built-in model; env BLINK_MODEL",
+    )
+    model.add_argument("--revision", default=env("BLINK_REVISION") or None, help="of a hub id; env BLINK_REVISION")
+    model.add_argument("--model-name", help="name in answers and /v1/models; the folder's or id's own if not given")
+    model.add_argument("--device", help="cuda, cuda:1 or cpu; the GPU if there is one")
+    model.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of the weights; bfloat16 on a GPU and float32 on a CPU if not given (label scores are always float32)",
+    )
+    address = parser.add_argument_group("address")
+    address.add_argument("--host", default="127.0.0.1", help="address to bind; 0.0.0.0 or :: for every interface")
+    address.add_argument("--port", type=int_range(0, 65535), default=8000, help="0 picks a free one")
+    address.add_argument(
+        "--api-key",
+        default=env("BLINK_API_KEY") or None,
+        help="ask clients for this Bearer key; open to all if not given; env BLINK_API_KEY",
+    )
+    grouping = parser.add_argument_group("grouping", "without these, requests are decided one at a time in order")
+    grouping.add_argument(
+        "--batch-window-ms",
+        type=window_ms,
+        default=env("BLINK_BATCH_WINDOW_MS") or "0",
+        help="decide requests that arrive within this time together; 0 is off; env BLINK_BATCH_WINDOW_MS",
+    )
+    grouping.add_argument(
+        "--continuous", action="store_true", help="decide whatever is queued when the device is free, without waiting"
+    )
+    grouping.add_argument("--max-batch-requests", type=int_range(1, 64), default=16, help="most requests of a window")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-queued-requests", type=int_range(1, 1024), default=64, help="waiting requests; one more is answered 503"
+    )
+    limits.add_argument("--max-body-bytes", type=int_range(1024, 1 << 30), default=20 << 20, help="of a request")
+    limits.add_argument("--max-connections", type=int_range(1, 65536), default=512, help="one more is answered 503")
+    limits.add_argument(
+        "--request-timeout-s", type=int_range(1, 3600), default=180, help="a decision that takes longer is answered 504"
+    )
+    add("--access-log", action="store_true", help="log a line for every request")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="how much to log")
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Settings, checked as far as possible without loading anything; exits with one line if one is bad."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.continuous and args.batch_window_ms:
+        parser.error("--continuous does not wait, so it takes no --batch-window-ms: choose one")
+    if args.revision and is_local(args.model):
+        args.revision = None  # an environment variable may be set for another model
+    try:
+        args.temperature = _temperature(os.environ.get("BLINK_TEMPERATURE") or "1.0")
+        _check_model(args.model)
+    except StartError as error:
+        parser.error(str(error))
+    return args
+
+
+def is_local(model: str) -> bool:
+    """Whether a `--model` value needs nothing from the hub."""
+    return model == "mini" or Path(model).is_dir()
+
+
+def _check_model(model: str) -> None:
+    if is_local(model):
+        if model != "mini" and not (Path(model) / "config.json").is_file():
+            raise StartError(f"--model: the folder {model!r} has no config.json; download a model into it first")
+    elif not _HUB_ID.fullmatch(model) or model.startswith("."):
+        raise StartError(f"--model: {model!r} is no folder, and no hub id such as {DEFAULT_MODEL}")
+
+
+# --- the weights -----------------------------------------------------------------------------------------------------
+
+
+def sha256(path: Path, progress: Callable[[int], object] = lambda size: None) -> str:
+    """Hex digest of a file, telling `progress` the size of each part read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(8 << 20):
+            digest.update(part)
+            progress(len(part))
+    return digest.hexdigest()
+
+
+def verify(root: Path, progress: Callable[[float], None] = lambda share: None) -> tuple[bool | None, list[str]]:
+    """Check a folder's files against its `weights.sha256`, lines of `<hex digest> <name>`.
+
+    Returns:
+        (None, []) without such a list, (True, []) if every listed file matches, else (False, names): of files that
+        differ or are missing, of names that leave the folder, or of the list itself if it is empty or unreadable.
+    """
+    listing = Path(root) / "weights.sha256"
+    if not listing.is_file():
+        return None, []
+    expected: dict[str, str] = {}
+    bad: list[str] = []
+    for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
+        if not line.strip():
+            continue
+        digest, _, name = line.strip().partition(" ")
+        name = name.strip().removeprefix("*")
+        path = PurePosixPath(name)
+        if not re.fullmatch(r"[0-9a-fA-F]{64}", digest) or not name:
+            bad.append(listing.name)
+        elif path.is_absolute() or ".." in path.parts or "\\" in name or not (Path(root) / name).is_file():
+            bad.append(name)
+        else:
+            expected[name] = digest.lower()
+    if not expected and not bad:
+        bad.append(listing.name)
+    if bad:
+        return False, bad
+    total = sum((Path(root) / name).stat().st_size for name in expected)
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, desc="checking weights", delay=1) as bar,
+        ThreadPoolExecutor(4) as pool,
+    ):
+
+        def read(size: int) -> None:
+            bar.update(size)
+            progress(bar.n / max(1, total))
+
+        digests = pool.map(lambda name: sha256(Path(root) / name, read), expected)
+        bad = [name for name, digest in zip(expected, digests, strict=True) if digest != expected[name]]
+    return not bad, bad
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions of what computes the answers, without importing it."""
+
+    def version(distribution: str) -> str | None:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            return None
+
+    return {
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "fla": version("flash-linear-attention"),
+    }
+
+
+def go_offline() -> None:
+    """Keep the libraries off the network, unless the operator said otherwise; before any of them is imported."""
+    for name in _OFFLINE:
+        os.environ.setdefault(name, "1")
+
+
+def find_model(model: str, revision: str | None) -> tuple[Path, str | None]:
+    """The model's folder, fetched if need be, and its revision if it came from the hub.
+
+    Raises:
+        StartError: it cannot be had.
+    """
+    if model == "mini":
+        from mini.build import MiniUnavailable, ensure
+
+        try:
+            return ensure(), None
+        except MiniUnavailable as error:
+            raise StartError(str(error)) from None
+    if is_local(model):
+        return Path(model), None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        root = Path(snapshot_download(model, revision=revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise StartError(
+            f"{model} cannot be downloaded ({type(error).__name__}); download it to a folder and pass that to --model"
+        ) from None
+    return root, root.name
+
+
+# --- the service -----------------------------------------------------------------------------------------------------
+
+
+class Metrics:
+    """What `/metrics` shows."""
+
+    def __init__(self, queued: Callable[[], int]) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "blink_requests", "Responses by path and status", ["path", "status"], registry=self.registry
+        )
+        self.latency = Histogram(
+            "blink_request_seconds",
+            "First byte of a decision request to the end of its response",
+            registry=self.registry,
+            buckets=_LATENCY_BUCKETS,
+        )
+        self.stages = Histogram(
+            "blink_stage_seconds",
+            "Stages of a decision",
+            ["stage"],
+            registry=self.registry,
+            buckets=_STAGE_BUCKETS,
+        )
+        self.batch_requests = Histogram(
+            "blink_batch_requests",
+            "Requests decided together",
+            registry=self.registry,
+            buckets=(1, 2, 4, 8, 16, 32, 64),
+        )
+        self.batch_seconds = Histogram(
+            "blink_batch_seconds", "Time of a batch on the device", registry=self.registry, buckets=_STAGE_BUCKETS
+        )
+        self.batch_tokens = Counter("blink_batch_tokens", "Tokens read by the model", registry=self.registry)
+        self.input_tokens = Counter(
+            "blink_input_tokens", "Tokens of whole prompts, as in usage", registry=self.registry
+        )
+        self.questions = Counter("blink_questions", "Questions answered", registry=self.registry)
+        Gauge("blink_queued_requests", "Requests that wait", registry=self.registry).set_function(queued)
+
+    def on_batch(self, requests: int, tokens: int, seconds: float) -> None:
+        self.batch_requests.observe(requests)
+        self.batch_seconds.observe(seconds)
+        self.batch_tokens.inc(tokens)
+
+
+class Decider(Protocol):
+    """Decides checked requests from many threads: a `blink.Batcher`, or another engine's front."""
+
+    def decide(
+        self, request: wire.DecisionRequest, *, timeout_s: float = ..., client_left: Callable[[], bool] = ...
+    ) -> Any: ...
+
+    def alive(self) -> bool: ...
+
+    def queued(self) -> int: ...
+
+    def close(self, timeout_s: float = ...) -> bool: ...
+
+
+@dataclass(slots=True)
+class Service:
+    """The state that the handler threads share: what is served and how it fares."""
+
+    name: str
+    api_key: str | None
+    max_body_bytes: int
+    max_connections: int
+    request_timeout_s: float
+    access_log: bool = False
+    status: str = "loading"
+    progress: float = 0.0
+    decider: Decider | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    batching: dict[str, Any] | None = None
+    max_queued: int = 0
+    started: float = field(default_factory=time.monotonic)
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.queued)
+
+    def queued(self) -> int:
+        return self.decider.queued() if self.decider else 0
+
+    def worker_alive(self) -> bool:
+        return self.decider is not None and self.decider.alive()
+
+    def ready_decider(self) -> Decider:
+        """What decides requests.
+
+        Raises:
+            BlinkError: 503 while there is nothing that does.
+        """
+        if self.status != "ok" or self.decider is None or not self.decider.alive():
+            status = "failed" if self.status == "ok" else self.status
+            raise wire.busy(f"the server is {status}, try again")
+        return self.decider
+
+    def health(self) -> dict[str, Any]:
+        """The facts of `/healthz`; reads host memory only."""
+        ok = self.status == "ok" and self.worker_alive()
+        counts = {"worker_alive": self.worker_alive(), "queued": self.queued()}
+        health = {
+            "ok": ok,
+            "status": "failed" if self.status == "ok" and not ok else self.status,
+            "model": self.name,
+            "revision": None,
+            "weights_verified": None,
+            "hub_offline": None,
+            "warmup": None,
+            "kernels": None,
+            "versions": versions(),
+            "batching": self.batching and self.batching | counts,
+            "device": None,
+            "dtype": None,
+            "engine": None,
+            "limits": asdict(wire.LIMITS)
+            | {"max_body_bytes": self.max_body_bytes, "max_connections": self.max_connections},
+            "queue": {"max_queued": self.max_queued} | counts,
+            "api_key_required": self.api_key is not None,
+            "accepts_images": False,
+            "uptime_s": round(time.monotonic() - self.started, 1),
+        }
+        if self.status == "loading":
+            health["progress"] = round(self.progress, 3)
+        limits = health["limits"] | self.facts.get("limits", {})
+        return health | self.facts | {"limits": limits}
+
+
+class DecisionHandler(Handler):
+    """The routes. A server binds it to its `Service` by subclassing."""
+
+    service: ClassVar[Service]
+    routes: ClassVar = {
+        "/v1/systemone": {"POST": "post_systemone"},
+        "/v1/models": {"GET": "get_models"},
+        "/healthz": {"GET": "get_health"},
+        "/health": {"GET": "get_health"},
+        "/metrics": {"GET": "get_metrics"},
+    }
+
+    def post_systemone(self) -> Reply:
+        service = self.service
+        self._authenticate()
+        decider = service.ready_decider()
+        if self.headers.get_content_maintype() == "multipart":
+            raise wire.violation("text_only", ["body"], wire.TEXT_ONLY)
+        body = self.read_body(service.max_body_bytes)
+        read = time.monotonic()
+        request = wire.read(body)
+        parsed = time.monotonic()
+        decision = decider.decide(
+            request,
+            timeout_s=self.began + service.request_timeout_s - parsed,
+            client_left=self.client_left,
+        )
+        response = wire.DecisionResponse(
+            model=service.name, answers=decision.answers, usage=wire.Usage(input_tokens=decision.input_tokens)
+        )
+        payload = response.model_dump_json().encode("utf-8")
+        stages = {"read": read - self.began, "parse": parsed - read, **decision.seconds}
+        for stage, seconds in stages.items():
+            service.metrics.stages.labels(stage).observe(seconds)
+        service.metrics.input_tokens.inc(decision.input_tokens)
+        service.metrics.questions.inc(len(decision.answers))
+        stages["total"] = time.monotonic() - self.began
+        timing = ", ".join(f"{stage};dur={seconds * 1e3:.2f}" for stage, seconds in stages.items())
+        return Reply(200, payload, {"Server-Timing": timing})
+
+    def get_models(self) -> Reply:
+        self._authenticate()
+        card = wire.ModelCard(name=self.service.name, description="Typed decisions over text", release_date="")
+        return Reply(200, wire.ModelList(models=[card]).model_dump_json().encode("utf-8"))
+
+    def get_health(self) -> Reply:
+        health = self.service.health()
+        return json_reply(200 if health["ok"] else 503, health, {} if health["ok"] else {"Retry-After": "1"})
+
+    def get_metrics(self) -> Reply:
+        return Reply(200, generate_latest(self.service.metrics.registry), content_type=CONTENT_TYPE_LATEST)
+
+    def on_reply(self, status: int) -> None:
+        path = self.path.split("?")[0].rstrip("/") if self.command else ""
+        known = path if path in self.routes else "other"
+        self.service.metrics.requests.labels(known, str(status)).inc()
+        seconds = time.monotonic() - self.began
+        if known == "/v1/systemone":
+            self.service.metrics.latency.observe(seconds)
+        if self.service.access_log:
+            log.info("%s %s %s %.1f ms %s", self.command or "-", known, status, seconds * 1e3, self.request_id)
+
+    def _authenticate(self) -> None:
+        key = self.service.api_key
+        if key is None:
+            return
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode("utf-8"))
+        if scheme.lower() != "bearer" or not same:
+            raise wire.refusal(
+                401,
+                "authentication_error",
+                "this server asks for its API key as a Bearer token",
+                WWW_Authenticate="Bearer",
+            )
+
+
+# --- start to end ----------------------------------------------------------------------------------------------------
+
+
+def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None]) -> None:
+    """Find, check and load the model, warm it up and open the service.
+
+    Raises:
+        StartError: the model cannot be served.
+    """
+    root, revision = find_model(args.model, args.revision)
+
+    def verifying(share: float) -> None:
+        service.progress = 0.3 * share
+
+    verified, bad = verify(root, verifying)
+    if bad:
+        raise StartError(f"these files do not match weights.sha256, download them again: {', '.join(bad)}")
+    service.progress = 0.3
+
+    import huggingface_hub.constants
+    import torch
+
+    import blink
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # what it would say of kernels is in /healthz
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    try:
+        engine = blink.TorchEngine(root, args.device, args.temperature, dtype=dtype)
+    except (ValueError, OSError, RuntimeError, AssertionError) as error:
+        log.debug("loading failed", exc_info=True)
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise StartError(f"{args.model} cannot be loaded: {reason}") from None
+    service.progress = 0.9
+    repeat_identical = engine.warm_up()
+    grouped = args.continuous or args.batch_window_ms > 0
+    max_requests = (args.max_queued_requests if args.continuous else args.max_batch_requests) if grouped else 1
+    service.decider = blink.Batcher(
+        engine,
+        args.batch_window_ms / 1e3,
+        max_requests,
+        max_queued=args.max_queued_requests,
+        on_batch=service.metrics.on_batch,
+        on_death=on_death,
+    )
+    service.max_queued = args.max_queued_requests
+    if grouped:
+        service.batching = {
+            "window_ms": args.batch_window_ms,
+            "max_requests": max_requests,
+            "max_queued": args.max_queued_requests,
+        }
+    service.facts = {
+        "revision": revision,
+        "weights_verified": verified,
+        "hub_offline": huggingface_hub.constants.HF_HUB_OFFLINE,
+        "warmup": {"repeat_identical": repeat_identical},
+        "kernels": engine.kernels,
+        "device": str(engine.device),
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "engine": "reference",
+        "limits": {"context_tokens": engine.context},
+    }
+    gc.collect()
+    gc.freeze()  # a full collection over the model's objects would stall every thread
+    sys.setswitchinterval(0.0005)  # the worker must not wait long for the interpreter
+    service.progress = 1.0
+    service.status = "ok"
+
+
+def served_name(args: argparse.Namespace) -> str:
+    if args.model_name:
+        return str(args.model_name)
+    if args.model == "mini":
+        return "blink-mini"
+    return Path(args.model).resolve().name if is_local(args.model) else str(args.model)
+
+
+def mode(args: argparse.Namespace) -> str:
+    if args.continuous:
+        return "continuous batching"
+    if args.batch_window_ms:
+        return f"batches within {args.batch_window_ms:g} ms, up to {args.max_batch_requests} requests"
+    return "one request at a time"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    args = parse_args(argv)
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    for name in ("httpx", "huggingface_hub", "urllib3", "filelock"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    if is_local(args.model):
+        go_offline()
+    service = Service(
+        name=served_name(args),
+        api_key=args.api_key,
+        max_body_bytes=args.max_body_bytes,
+        max_connections=args.max_connections,
+        request_timeout_s=args.request_timeout_s,
+        access_log=args.access_log,
+    )
+    return run(service, args, lambda on_death: load(service, args, on_death))
+
+
+def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[], None]], None]) -> int:
+    """Serve from the first moment: open the port, call `start`, wait for a signal or the worker's death, drain."""
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if service.status == "loading":
+            raise SystemExit(0)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    handler = type("BoundHandler", (DecisionHandler,), {"service": service})
+    try:
+        servers = listen(args.host, args.port, handler, max_connections=args.max_connections)
+    except OSError as error:
+        print(f"blink: cannot listen on {args.host} port {args.port}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    for server in servers:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
+    address = f"http://{_url_host(args.host)}:{servers[0].server_port}"
+    log.info("loading %s; %s/healthz tells when it is ready", service.name, address)
+    try:
+        start(stop.set)
+    except StartError as error:
+        print(f"blink: {error}", file=sys.stderr)
+        return 1
+    facts = service.facts
+    log.info(
+        "ready: %s on %s (%s), kernels %s, at %s, %s",
+        service.name,
+        facts.get("device"),
+        facts.get("dtype"),
+        facts.get("kernels"),
+        address,
+        mode(args),
+    )
+    stop.wait()
+    return drain(service, servers)
+
+
+def drain(service: Service, servers: Sequence[Server]) -> int:
+    """Answer what is queued within `DRAIN_S`, then end: 0, or 1 if the worker had died or did not finish."""
+    died = not service.worker_alive()
+    service.status = "failed" if died else "draining"
+    log.info("stopping: %s", "the decision worker died" if died else f"finishing {service.queued()} queued requests")
+    deadline = time.monotonic() + DRAIN_S
+    for server in servers:
+        server.stop()
+    while any(server.busy() for server in servers) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert service.decider is not None
+    finished = service.decider.close(max(0.0, deadline - time.monotonic()))
+    return 1 if died or not finished else 0
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+if __name__ == "__main__":
+    sys.exit(main())
