@@ -182,7 +182,10 @@ class TorchEngine:
         self.architecture: str = text_config.model_type
         self._body = model.base_model
         self._config = text_config
-        self._shares_prefix = all(type(layer) is DynamicLayer for layer in DynamicCache(config=text_config).layers)
+        # Recurrent layers can be neither repeated for many tails nor cut where the questions part.
+        self._shares_prefix = all(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=text_config).layers)
+        window = getattr(text_config, "sliding_window", None)
+        self._slice = window // 2 if window and self._shares_prefix else None
         head = model.get_output_embeddings()
         ids = torch.tensor(self._encoder.label_ids, device=self.device)
         self._rows = head.weight[ids].float()
@@ -278,12 +281,14 @@ class TorchEngine:
         budget = self.token_budget
         waiting = sorted(rows, key=lambda row: len(row.ids), reverse=True)
         while waiting:
-            group = waiting[: max(1, budget // (behind + len(waiting[0].ids)))]
+            longest = len(waiting[0].ids)
+            sliced = self._slice is not None and longest > self._slice
+            group = waiting[: 1 if sliced else max(1, budget // (behind + longest))]
             try:
                 logits = self._label_logits(group, prefix)
             except torch.OutOfMemoryError:
                 _free_memory()
-                budget = (behind + len(group[0].ids)) * len(group) // 2
+                budget = (behind + longest) * len(group) // 2
                 if len(group) > 1:
                     continue
                 yield group[0], EngineError("out of memory")
@@ -296,15 +301,12 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _label_logits(self, group: Sequence["_Row"], prefix: DynamicCache | None) -> list[list[float]]:
-        n = len(group)
-        cache = None
-        if prefix is not None:
-            shared = [(keys.expand(n, -1, -1, -1), values.expand(n, -1, -1, -1)) for keys, values, _ in prefix]
-            cache = DynamicCache(shared, config=self._config)
+        cache = None if prefix is None else _repeated(prefix, len(group), self._config)
         hidden = self._forward([row.ids for row in group], cache).last_hidden_state
-        last = torch.tensor([len(row.ids) - 1 for row in group], device=self.device)
+        # Of a sliced row only the last slice is left, whose end is the row's.
+        last = torch.tensor([len(row.ids) - 1 if len(group) > 1 else -1 for row in group], device=self.device)
         offered = max(row.offered for row in group)
-        return self._read_out(hidden[torch.arange(n, device=self.device), last], offered)
+        return self._read_out(hidden[torch.arange(len(group), device=self.device), last], offered)
 
     def _read_out(self, hidden: Tensor, offered: int) -> list[list[float]]:
         """FP32 logits of the first `offered` labels from last hidden states [n, hidden]: one product, one copy."""
@@ -312,12 +314,21 @@ class TorchEngine:
         logits: list[list[float]] = torch.nn.functional.linear(hidden.float(), self._rows[:offered], bias).tolist()
         return logits
 
-    def _forward(self, ids: list[list[int]], cache: DynamicCache | None) -> Any:
-        """The backbone over right-padded rows; nothing reads what a causal model makes of the padding."""
+    def _forward(self, ids: list[list[int]], cache: DynamicCache | None = None) -> Any:
+        """The backbone over right-padded rows; nothing reads what a causal model makes of the padding.
+
+        One long row of a model with sliding windows goes in slices, whose masks and keys are about a window wide
+        instead of as wide as the row; the result is that of the last slice.
+        """
         self.passes += 1
         width = max(map(len, ids))
-        padded = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=self.device)
-        return self._body(input_ids=padded, past_key_values=cache, use_cache=cache is not None)
+        padded: Any = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=self.device)
+        if self._slice is None or width <= self._slice or len(ids) > 1:
+            return self._body(input_ids=padded, past_key_values=cache, use_cache=cache is not None)
+        cache = cache or DynamicCache(config=self._config)
+        for part in padded.split(self._slice, dim=1):
+            result = self._body(input_ids=part, past_key_values=cache, use_cache=True)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +339,16 @@ class _Row:
     question: int
     ids: list[int]
     offered: int
+
+
+def _repeated(prefix: DynamicCache, n: int, config: Any) -> DynamicCache:
+    """A cache of `n` rows that all continue `prefix`; its keys and values are not copied before they grow."""
+    cache = DynamicCache(config=config)
+    layers: list[tuple[Any, Any]] = list(zip(cache.layers, prefix.layers, strict=True))
+    for layer, source in layers:
+        vars(layer).update(vars(source))
+        layer.keys, layer.values = source.keys.expand(n, -1, -1, -1), source.values.expand(n, -1, -1, -1)
+    return cache
 
 
 def _free_memory() -> None:
