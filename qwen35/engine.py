@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from . import forward, reference, weights
-from .pack import MIN_SLICE, Forked, Part, Plan, Tables, divide, parts_of
+from . import forward, graphs, reference, weights
+from .pack import MIN_SLICE, QUERY_TILE_ROWS, Forked, Part, Plan, Tables, divide, parts_of
 
 MAX_TAILS = 1024
 """Tails in one pass: each costs at least one 1 MiB DeltaNet chunk, whatever its length."""
-QUERY_TILE_ROWS = 128
-"""Rows of one attention tile: tokens times the query heads that share a key-value head."""
+EAGER_WARM_UP = (64, 512, 2304, 4096, 6144, 8192)
+"""Tokens of the eager passes that the warm-up runs, for the matrix library's kernels of each size."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +74,11 @@ class Qwen35Engine:
         self.geometry = self.weights.geometry
         self.tile = max(1, QUERY_TILE_ROWS // self.geometry.group)
         self.pieces: ModuleType = reference
+        if device.type == "cuda":
+            from . import kernels  # imports Triton, which a machine without a GPU need not have
+
+            self.pieces = kernels
+        self._ladder: graphs.Ladder | None = None
 
     @torch.inference_mode()
     def hidden(self, batch: Sequence[Forked]) -> Tensor:
@@ -92,26 +98,28 @@ class Qwen35Engine:
         return Job(parts, torch.empty(reads, self.geometry.hidden, dtype=self.dtype, device=self.device))
 
     @torch.inference_mode()
-    def step(self, jobs: Sequence[Job]) -> list[Job]:
-        """One pass of at most token_budget tokens; returns the jobs that it finished.
+    def step(self, jobs: Sequence[Job], budget: int | None = None) -> list[Job]:
+        """One pass of at most `budget` tokens (token_budget by default); returns the jobs that it finished.
 
-        Earlier jobs take first. A trunk that does not fit advances by a slice and keeps its state in the job. If the
-        pass raises, no job has moved.
+        Earlier jobs take first. A trunk that does not fit advances by a slice and keeps its state in the job. The
+        device may still be at work when this returns. If the pass raises, no job has moved.
         """
-        open_jobs = [job for job in jobs if not job.finished]
-        shares = divide([part for job in open_jobs for part in job.parts], self.token_budget, MAX_TAILS)
+        waiting = [job for job in jobs if not job.finished]
+        shares = divide([part for job in waiting for part in job.parts], budget or self.token_budget, MAX_TAILS)
         if not shares:
             return []
         plan = Plan(shares, self.tile)
-        states = self._run(plan)
-        homes = {id(part): job for job in open_jobs for part in job.parts}
-        for row, (part, index) in enumerate(plan.owners):
-            homes[id(part)].hidden[index] = states[row]
+        states = self._pass(plan)
+        homes = {id(part): job for job in waiting for part in job.parts}
+        row = 0
+        for part, first, count in plan.owners:
+            homes[id(part)].hidden[first : first + count] = states[row : row + count]
+            row += count
         for share in shares:
             share.part.done, share.part.next_tail = share.stop, share.last
             if share.part.finished:
                 share.part.carry = None
-        finished = [job for job in open_jobs if all(part.finished for part in job.parts)]
+        finished = [job for job in waiting if all(part.finished for part in job.parts)]
         for job in finished:
             job.finished = True
         return finished
@@ -120,15 +128,70 @@ class Qwen35Engine:
         """Rows of the output head for these token ids, [n, hidden] float32."""
         return self.weights.head[torch.tensor(ids, dtype=torch.long, device=self.device)].float()
 
-    def _run(self, plan: Plan) -> Tensor:
-        tables = plan.tables()
-        moved = Tables(tables.shape, self.tile, torch.from_numpy(tables.buffer).to(self.device))
+    @torch.inference_mode()
+    def warm_up(self, progress: Callable[[float], None] | None = None) -> None:
+        """Compile every kernel, touch the memory of the largest pass and capture the graphs; on the CPU do nothing.
+
+        After it no request waits for a compilation. `progress` gets the share done, 0 to 1.
+        """
+        if self.device.type != "cuda":
+            return
+        report = progress or (lambda share: None)
+        sliced = self.open(Forked(range(2 * MIN_SLICE), [[1], [2]]))
+        while not sliced.finished:
+            self.step([sliced], budget=MIN_SLICE)
+        for tokens in EAGER_WARM_UP:
+            if tokens <= self.token_budget:
+                self.hidden([Forked([1] * (tokens - 128), [[2] * 64] * 2)])
+        self.hidden([Forked([1] * (self.token_budget - 128), [[2] * 64] * 2)])
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        report(0.5)
         g = self.geometry
-        states = torch.empty(
-            plan.shape.slots, g.value_heads, g.key, g.value, dtype=torch.float32, device=self.device
-        )
-        luggage = forward.Luggage.of(self.weights, plan) if plan.carried else None
-        out = forward.run(self.weights, moved, states, self.pieces, luggage)
+        rungs = list(graphs.shapes(self.tile))
+        slots = max(shape.slots for shape in rungs)
+        states = torch.zeros(slots, g.value_heads, g.key, g.value, dtype=torch.float32, device=self.device)
+        ladder = graphs.Ladder(self._run, self.tile, states)
+        for done, shape in enumerate(rungs, start=1):
+            ladder.capture(shape)
+            report(0.5 + 0.5 * done / len(rungs))
+        self._ladder = ladder
+        self.hidden([Forked([1] * 64, [[2] * 64])])
+        torch.cuda.synchronize(self.device)
+
+    @property
+    def kernels(self) -> str:
+        """What computes: the library's name and version, or the reference."""
+        if self.device.type != "cuda":
+            return "reference"
+        return f"flash-linear-attention {version('flash-linear-attention')}"
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of device memory: held by the process's allocator now, and the most that was ever in use."""
+        if self.device.type != "cuda":
+            return {}
+        return {
+            "at_rest": torch.cuda.memory_reserved(self.device),
+            "peak": torch.cuda.max_memory_allocated(self.device),
+        }
+
+    def _pass(self, plan: Plan) -> Tensor:
+        if self._ladder is not None:
+            out = self._ladder.replay(plan)
+            if out is not None:
+                return out
+        tables = plan.tables()
+        buffer = torch.from_numpy(tables.buffer)
+        if self.device.type == "cuda":
+            buffer = buffer.pin_memory().to(self.device, non_blocking=True)
+        g = self.geometry
+        states = torch.empty(plan.shape.slots, g.value_heads, g.key, g.value, dtype=torch.float32, device=self.device)
+        luggage = forward.Luggage.of(self.weights, plan, tables.borders.tolist()) if plan.carried else None
+        out = self._run(Tables(tables.shape, self.tile, buffer), states, luggage)
         if luggage:
             luggage.commit()
         return out
+
+    def _run(self, tables: Tables, states: Tensor, luggage: forward.Luggage | None = None) -> Tensor:
+        return forward.run(self.weights, tables, states, self.pieces, luggage)

@@ -22,6 +22,7 @@ class Luggage:
 
     weights: Weights
     plan: Plan
+    borders: list[int]
     saved: list[Carry]
 
     @property
@@ -29,8 +30,11 @@ class Luggage:
         return [_held(share.part.carry) for _, share in self.plan.loads]
 
     @staticmethod
-    def of(weights: Weights, plan: Plan) -> Luggage:
-        """Prepare room for what the pass will leave. A pass that fails leaves every part's carry as it was."""
+    def of(weights: Weights, plan: Plan, borders: list[int]) -> Luggage:
+        """Prepare room for what the pass will leave; borders: where segments start, on the host.
+
+        A pass that fails leaves every part's carry as it was.
+        """
         saved = []
         g, like = weights.geometry, weights.embedding
         for _, _, share in plan.saves:
@@ -44,7 +48,7 @@ class Luggage:
                     state=like.new_empty(g.deltas, g.value_heads, g.key, g.value, dtype=torch.float32),
                 )
             )
-        return Luggage(weights, plan, saved)
+        return Luggage(weights, plan, borders, saved)
 
     def inputs(self) -> Tensor:
         """The carried convolution inputs, [DeltaNet layers, WINDOW * carries, channels]."""
@@ -57,18 +61,18 @@ class Luggage:
         for (slot, _), carry in zip(self.plan.loads, self.loaded, strict=True):
             states[slot] = carry.state[layer]
 
-    def leave(self, layer: int, states: Tensor, projected: Tensor, borders: list[int]) -> None:
+    def leave(self, layer: int, states: Tensor, projected: Tensor) -> None:
         for (segment, slot, share), carry in zip(self.plan.saves, self.saved, strict=True):
             carry.state[layer] = states[slot]
-            own = projected[borders[segment] : borders[segment + 1], : carry.inputs.shape[-1]]
+            own = projected[self.borders[segment] : self.borders[segment + 1], : carry.inputs.shape[-1]]
             before = carry.inputs.new_zeros(carry.inputs.shape[1:])
             if share.part.carry is not None:
                 before = share.part.carry.inputs[layer]
             carry.inputs[layer] = torch.cat([before, own[-WINDOW:]])[-WINDOW:]
 
-    def keep(self, layer: int, keys: Tensor, values: Tensor, borders: list[int]) -> None:
+    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for (segment, _, share), carry in zip(self.plan.saves, self.saved, strict=True):
-            rows = slice(borders[segment], borders[segment + 1])
+            rows = slice(self.borders[segment], self.borders[segment + 1])
             carry.keys[layer, share.start : share.stop] = keys[rows]
             carry.values[layer, share.start : share.stop] = values[rows]
 
@@ -89,7 +93,6 @@ def run(weights: Weights, tables: Tables, states: Tensor, pieces: ModuleType, lu
     residual = F.embedding(tables.ids, weights.embedding)
     x = pieces.add_norm(residual, None, weights.layers[0].norm, g.epsilon)
     inputs = luggage.inputs() if luggage else residual.new_empty(g.deltas, 0, g.channels)
-    borders = tables.borders.tolist() if luggage else []
     deltas = attentions = 0
     for number, layer in enumerate(weights.layers):
         last = number == len(weights.layers) - 1
@@ -99,10 +102,10 @@ def run(weights: Weights, tables: Tables, states: Tensor, pieces: ModuleType, lu
                 luggage.enter(deltas, states)
             mixed = pieces.delta_net(projected, inputs[deltas], tables, layer, states, g)
             if luggage:
-                luggage.leave(deltas, states, projected, borders)
+                luggage.leave(deltas, states, projected)
             deltas += 1
         else:
-            mixed = _attention(x, layer, cos, sin, tables, pieces, weights, luggage, borders, attentions, last)
+            mixed = _attention(x, layer, cos, sin, tables, pieces, weights, luggage, attentions, last)
             attentions += 1
             if last:
                 residual = residual[tables.reads]
@@ -122,7 +125,6 @@ def _attention(
     pieces: ModuleType,
     weights: Weights,
     luggage: Luggage | None,
-    borders: list[int],
     number: int,
     last: bool,
 ) -> Tensor:
@@ -140,7 +142,7 @@ def _attention(
     queries = pieces.rotate(both[..., : g.head], layer.query_norm, query_cos, query_sin, g.epsilon)
     keys = pieces.rotate(key, layer.key_norm, cos, sin, g.epsilon)
     if luggage:
-        luggage.keep(number, keys, values, borders)
+        luggage.keep(number, keys, values)
     loaded = luggage.loaded if luggage else []
     return pieces.attend(queries, keys, values, both[..., g.head :], tiles, loaded, number)
 

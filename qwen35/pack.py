@@ -27,6 +27,8 @@ WINDOW = 3
 """Earlier inputs that the causal convolution (kernel 4) looks at."""
 MIN_SLICE = 256
 """A pass under about 256 tokens costs as much as one of 256, so no long trunk advances by less."""
+QUERY_TILE_ROWS = 128
+"""Rows of one attention tile: tokens times the query heads that share a key-value head."""
 NOTHING = -1
 """In a table of rows or slots: no such row, read zeros."""
 
@@ -229,7 +231,7 @@ class Plan:
     shape: Shape = field(init=False)
     loads: list[tuple[int, Share]] = field(init=False)  # (state slot, share) that start from a carry
     saves: list[tuple[int, int, Share]] = field(init=False)  # (segment, state slot, share) that end in one
-    owners: list[tuple[Part, int]] = field(init=False)  # whose hidden state each read row is
+    owners: list[tuple[Part, int, int]] = field(init=False)  # whose hidden states the reads are: part, first, count
     _trunk_lengths: Ints = field(init=False)
     _tail_lengths: Ints = field(init=False)
     _parent: Ints = field(init=False)
@@ -249,14 +251,15 @@ class Plan:
             trunk_lengths.append(share.stop - share.start)
             tail_lengths += [len(tail) for tail in tails]
             parent += [index] * len(tails)
-            self.owners += [(part, part.first + i) for i in range(share.first, share.last)]
+            if tails:
+                self.owners.append((part, part.first + share.first, len(tails)))
             if part.reads_trunk and share.stop == len(part.trunk):
                 trunk_reads.append((part, index))
         self._trunk_lengths = np.array(trunk_lengths, dtype=np.int32)
         self._tail_lengths = np.array(tail_lengths, dtype=np.int32)
         self._parent = np.array(parent, dtype=np.int32)
         self._trunk_reads = np.array([index for _, index in trunk_reads], dtype=np.int32)
-        self.owners += [(part, part.first) for part, _ in trunk_reads]
+        self.owners += [(part, part.first, 1) for part, _ in trunk_reads]
         lengths = np.concatenate([self._trunk_lengths, self._tail_lengths])
         needs_slot = bool(len(tail_lengths) or self.loads or self.saves)
         self.shape = Shape(
@@ -265,7 +268,7 @@ class Plan:
             tails=len(tail_lengths),
             chunks=int((-(-lengths // CHUNK)).sum()),
             tiles=int((-(-lengths // self.tile)).sum()),
-            reads=len(self.owners),
+            reads=len(tail_lengths) + len(trunk_reads),
             slots=slots if needs_slot else 0,
         )
 
