@@ -187,7 +187,8 @@ class TorchEngine:
         window = getattr(text_config, "sliding_window", None)
         self._slice = window // 2 if window and self._shares_prefix else None
         head = model.get_output_embeddings()
-        ids = torch.tensor(self._encoder.label_ids, device=self.device)
+        self.label_ids = self._encoder.label_ids
+        ids = torch.tensor(self.label_ids, device=self.device)
         self._rows = head.weight[ids].float()
         bias = getattr(head, "bias", None)
         self._bias = None if bias is None else bias[ids].float()

@@ -163,9 +163,11 @@ class PromptEncoder:
         texts = [render_state(request.state)]
         texts += [render_question(question, self.labels) for question in request.questions.values()]
         try:
-            state, *tails = self._encode(texts)
+            for text in texts:
+                text.encode("utf-8")  # strings of a library caller may hold lone surrogates
         except UnicodeEncodeError:
             raise wire.violation("string_unicode", ["body"], "Text should be valid Unicode") from None
+        state, *tails = self._encode(texts)
         tails = [tail + self._foot for tail in tails]
         common = _common_length(tails) if len(tails) > 1 else 0
         counts = [len(option_keys(question)) for question in request.questions.values()]

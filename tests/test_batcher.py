@@ -1,0 +1,266 @@
+"""The queue and its one worker, with engines whose time and faults the tests control."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import wire
+from blink import Batcher, BlinkBusy, BlinkError, EngineError, Prompts, Scores
+
+NOUL = {"q": {"type": "noul", "instructions": "?"}}
+
+
+class GatedEngine:
+    """Scores only while its gate is open; a request's probability of yes follows from its state's length."""
+
+    temperature = 1.0
+
+    def __init__(self, token_budget: int = 1_000_000) -> None:
+        self.token_budget = token_budget
+        self.gate = threading.Event()
+        self.entered = threading.Semaphore(0)
+        self.batches: list[int] = []
+        self.fault: Callable[[Sequence[Prompts]], None] = lambda batch: None
+
+    def prepare(self, request: wire.DecisionRequest) -> Prompts:
+        return Prompts([0] * len(request.state), [[1]] * len(request.questions), [2] * len(request.questions))
+
+    def score(self, batch: Sequence[Prompts]) -> list[Scores | Exception]:
+        self.batches.append(len(batch))
+        self.entered.release()
+        assert self.gate.wait(30)
+        self.fault(batch)
+        return [[[float(len(prompts.prefix)), 0.0] for _ in prompts.tails] for prompts in batch]
+
+
+@pytest.fixture
+def engine() -> Iterator[GatedEngine]:
+    made = GatedEngine()
+    yield made
+    made.gate.set()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(32) as made:
+        yield made
+
+
+def submit(pool: ThreadPoolExecutor, batcher: Batcher, length: int) -> Any:
+    return pool.submit(batcher.submit, "x" * length, NOUL)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def fill(pool: ThreadPoolExecutor, batcher: Batcher, engine: GatedEngine, waiting: int) -> list[Any]:
+    """One request in the pass, `waiting` in the queue, in order of their length."""
+    futures = [submit(pool, batcher, 0)]
+    assert engine.entered.acquire(timeout=20)
+    for i in range(1, waiting + 1):
+        futures.append(submit(pool, batcher, i))
+        wait_until(lambda i=i: batcher.queued() == i)
+    return futures
+
+
+def expected(length: int) -> float:
+    return float(torch.tensor([float(length), 0.0]).double().softmax(0)[0])
+
+
+def check(futures: Sequence[Any]) -> None:
+    for length, future in enumerate(futures):
+        decision = future.result(30)
+        assert decision["answers"]["q"]["noul"] == pytest.approx(expected(length))
+        assert decision["meta"]["input_tokens"] == length + 1
+        assert set(decision["meta"]["seconds"]) == {"render", "queue", "forward", "answer"}
+
+
+def test_one_at_a_time_in_order(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    batcher = Batcher(engine)
+    futures = fill(pool, batcher, engine, 5)
+    engine.gate.set()
+    check(futures)
+    assert engine.batches == [1] * 6
+    assert batcher.close()
+
+
+def test_without_a_window_what_is_queued_goes_together(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    batcher = Batcher(engine, 0.0, 64)
+    futures = fill(pool, batcher, engine, 9)
+    engine.gate.set()
+    check(futures)
+    assert engine.batches == [1, 9]
+
+
+def test_a_window_gathers_up_to_its_most(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    batcher = Batcher(engine, 20.0, 4)
+    engine.gate.set()
+    check([submit(pool, batcher, i) for i in range(8)])
+    assert sorted(engine.batches) == [4, 4]
+
+
+def test_a_window_ends(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    batcher = Batcher(engine, 0.05, 4)
+    engine.gate.set()
+    check([submit(pool, batcher, 0)])
+    assert engine.batches == [1]
+
+
+def test_a_batch_keeps_the_token_budget(pool: ThreadPoolExecutor) -> None:
+    engine = GatedEngine(token_budget=9)
+    batcher = Batcher(engine, 0.0, 64)
+    futures = fill(pool, batcher, engine, 5)  # streams of 2, 3, 4, 5 and 6 tokens
+    engine.gate.set()
+    check(futures)
+    assert engine.batches == [1, 3, 1, 1]
+
+
+def test_batches_are_reported(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    seen: list[tuple[int, int]] = []
+    batcher = Batcher(engine, 0.0, 8, on_batch=lambda requests, tokens, seconds: seen.append((requests, tokens)))
+    futures = fill(pool, batcher, engine, 2)
+    engine.gate.set()
+    check(futures)
+    assert batcher.close()
+    assert seen == [(1, 1), (2, 5)]
+
+
+def test_a_full_queue_refuses(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    batcher = Batcher(engine, max_queued=3)
+    futures = fill(pool, batcher, engine, 3)
+    with pytest.raises(BlinkBusy) as caught:
+        batcher.submit("x", NOUL)
+    assert caught.value.status == 503
+    assert caught.value.headers == {"Retry-After": "1"}
+    engine.gate.set()
+    check(futures)
+    check([submit(pool, batcher, 0)])
+
+
+def test_invalid_requests_do_not_queue(engine: GatedEngine) -> None:
+    batcher = Batcher(engine)
+    with pytest.raises(BlinkError) as caught:
+        batcher.submit("x", {})
+    assert caught.value.status == 422
+    assert engine.batches == []
+
+
+def test_a_timeout_takes_the_request_off_the_queue(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    batcher = Batcher(engine)
+    futures = fill(pool, batcher, engine, 1)
+    request = wire.validate({"state": "late", "questions": NOUL})
+    with pytest.raises(BlinkError) as caught:
+        batcher.decide(request, timeout_s=0.1)
+    assert caught.value.status == 504
+    assert batcher.queued() == 1
+    engine.gate.set()
+    check(futures)
+    assert engine.batches == [1, 1]
+
+
+def test_a_client_that_left_costs_no_pass(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    batcher = Batcher(engine)
+    futures = fill(pool, batcher, engine, 1)
+    request = wire.validate({"state": "gone", "questions": NOUL})
+    with pytest.raises(BlinkError) as caught:
+        batcher.decide(request, client_left=lambda: True)
+    assert caught.value.status == 499
+    engine.gate.set()
+    check(futures)
+    assert engine.batches == [1, 1]
+
+
+def test_a_failed_pass_is_tried_alone(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    def fault(batch: Sequence[Prompts]) -> None:
+        if any(len(prompts.prefix) == 2 for prompts in batch):
+            raise RuntimeError("no luck with two")
+
+    engine.fault = fault
+    batcher = Batcher(engine, 0.0, 64)
+    futures = fill(pool, batcher, engine, 3)
+    engine.gate.set()
+    with pytest.raises(RuntimeError, match="no luck"):
+        futures[2].result(30)
+    for length in (0, 1, 3):
+        assert futures[length].result(30)["answers"]["q"]["noul"] == pytest.approx(expected(length))
+    assert engine.batches == [1, 3, 1, 1, 1]
+    assert batcher.alive()
+
+
+def test_an_outcome_may_be_an_error(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    engine.score = lambda batch: [EngineError("not finite")] * len(batch)  # type: ignore[method-assign]
+    batcher = Batcher(engine)
+    with pytest.raises(EngineError, match="not finite"):
+        batcher.submit("x", NOUL)
+    assert batcher.alive()
+
+
+@pytest.mark.parametrize("death", [SystemExit, torch.AcceleratorError, KeyboardInterrupt])
+def test_death_answers_what_waits(
+    engine: GatedEngine, pool: ThreadPoolExecutor, death: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fault(batch: Sequence[Prompts]) -> None:
+        raise death("the device is lost")
+
+    died = threading.Event()
+    engine.fault = fault
+    batcher = Batcher(engine, on_death=died.set)
+    futures = fill(pool, batcher, engine, 3)
+    engine.gate.set()
+    for future in futures:
+        with pytest.raises(BlinkBusy):
+            future.result(30)
+    assert died.wait(30)
+    assert not batcher.alive()
+    assert batcher.queued() == 0
+    with pytest.raises(BlinkBusy):
+        batcher.submit("x", NOUL)
+    assert "the decision worker died" in caplog.text
+
+
+def test_closing_decides_what_waits_and_refuses_more(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    batcher = Batcher(engine, 20.0, 16)
+    futures = [submit(pool, batcher, 0)]
+    wait_until(lambda: batcher.queued() == 1)
+    closing = pool.submit(batcher.close)
+    assert engine.entered.acquire(timeout=20)
+    with pytest.raises(BlinkBusy):
+        batcher.submit("x", NOUL)
+    engine.gate.set()
+    check(futures)
+    assert closing.result(30)
+    assert not batcher.alive()
+
+
+def test_closing_gives_up_after_its_time(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    batcher = Batcher(engine)
+    futures = fill(pool, batcher, engine, 0)
+    assert not batcher.close(0.05)
+    engine.gate.set()
+    check(futures)
+
+
+def test_a_withdrawn_request_leaves_the_worker_waiting(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    batcher = Batcher(engine, 20.0, 2)
+    request = wire.validate({"state": "gone", "questions": NOUL})
+    with pytest.raises(BlinkError):
+        batcher.decide(request, client_left=lambda: True)
+    engine.gate.set()
+    check([submit(pool, batcher, i) for i in range(2)])
+    assert engine.batches == [2]
+
+
+@pytest.mark.parametrize("settings", [(-1.0, 1, 1), (float("nan"), 1, 1), (0.0, 0, 1), (0.0, 1, 0)])
+def test_settings_are_checked(engine: GatedEngine, settings: tuple[float, int, int]) -> None:
+    window_s, max_requests, max_queued = settings
+    with pytest.raises(ValueError, match="at least"):
+        Batcher(engine, window_s, max_requests, max_queued=max_queued)
