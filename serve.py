@@ -103,6 +103,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("bfloat16", "float16", "float32"),
         help="of the weights; bfloat16 on a GPU and float32 on a CPU if not given (label scores are always float32)",
     )
+    model.add_argument(
+        "--engine",
+        choices=("auto", "reference"),
+        default="auto",
+        help="auto: the packed pass where GPU and model allow; reference: transformers in any case",
+    )
     address = parser.add_argument_group("address")
     address.add_argument("--host", default="127.0.0.1", help="address to bind; 0.0.0.0 or :: for every interface")
     address.add_argument("--port", type=int_range(0, 65535), default=8000, help="0 picks a free one")
@@ -502,14 +508,20 @@ def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None
     import blink
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # what it would say of kernels is in /healthz
+
+    def loading(share: float) -> None:
+        service.progress = 0.3 + 0.6 * share
+
     dtype = getattr(torch, args.dtype) if args.dtype else None
+    fast = args.engine == "auto"
     try:
-        engine = blink.TorchEngine(root, args.device, args.temperature, dtype=dtype)
+        engine = blink.TorchEngine(root, args.device, args.temperature, dtype=dtype, fast=fast, progress=loading)
     except (ValueError, OSError, RuntimeError, AssertionError) as error:
         log.debug("loading failed", exc_info=True)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise StartError(f"{args.model} cannot be loaded: {reason}") from None
-    service.progress = 0.9
+    if engine.why_reference and fast and engine.device.type == "cuda":
+        log.warning("the packed pass is not used: %s", engine.why_reference)
     repeat_identical = engine.warm_up()
     grouped = args.continuous or args.batch_window_ms > 0
     max_requests = (args.max_queued_requests if args.continuous else args.max_batch_requests) if grouped else 1
@@ -536,7 +548,7 @@ def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None
         "kernels": engine.kernels,
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
-        "engine": "reference",
+        "engine": engine.name,
         "limits": {"context_tokens": engine.context},
     }
     gc.collect()

@@ -10,13 +10,35 @@ import pytest
 import torch
 
 import wire
-from blink import Batcher, BlinkBusy, BlinkError, EngineError, Prompts, Scores
+from answers import Scores
+from blink import Batcher, BlinkBusy, BlinkError, EngineError
+from prompts import Prompts
 
 NOUL = {"q": {"type": "noul", "instructions": "?"}}
 
 
+class Job:
+    def __init__(self, prompts: Prompts) -> None:
+        self.prompts = prompts
+        self.left = prompts.stream_tokens
+
+
+class Pass:
+    def __init__(self, jobs: Sequence[Job], outcomes: Sequence[Scores | Exception]) -> None:
+        self.jobs = jobs
+        self._outcomes = outcomes
+
+    def wait(self) -> None: ...
+
+    def outcomes(self) -> Sequence[Scores | Exception]:
+        return self._outcomes
+
+
 class GatedEngine:
-    """Scores only while its gate is open; a request's probability of yes follows from its state's length."""
+    """Scores only while its gate is open, a slice of a long request a pass.
+
+    A request's probability of yes follows from its state's length.
+    """
 
     temperature = 1.0
 
@@ -25,17 +47,31 @@ class GatedEngine:
         self.gate = threading.Event()
         self.entered = threading.Semaphore(0)
         self.batches: list[int] = []
+        self.finished: list[list[int]] = []
         self.fault: Callable[[Sequence[Prompts]], None] = lambda batch: None
 
     def prepare(self, request: wire.DecisionRequest) -> Prompts:
         return Prompts([0] * len(request.state), [[1]] * len(request.questions), [2] * len(request.questions))
 
-    def score(self, batch: Sequence[Prompts]) -> list[Scores | Exception]:
-        self.batches.append(len(batch))
+    def open(self, prompts: Prompts) -> Job:
+        return Job(prompts)
+
+    def step(self, jobs: Sequence[Job]) -> Pass:
+        self.batches.append(len(jobs))
         self.entered.release()
         assert self.gate.wait(30)
-        self.fault(batch)
-        return [[[float(len(prompts.prefix)), 0.0] for _ in prompts.tails] for prompts in batch]
+        self.fault([job.prompts for job in jobs])
+        room = self.token_budget
+        for job in jobs:
+            taken = min(job.left, room)
+            job.left -= taken
+            room -= taken
+        done = [job for job in jobs if not job.left]
+        self.finished.append([len(job.prompts.prefix) for job in done])
+        return Pass(done, [self.outcome(job.prompts) for job in done])
+
+    def outcome(self, prompts: Prompts) -> Scores | Exception:
+        return [[float(len(prompts.prefix)), 0.0] for _ in prompts.tails]
 
 
 @pytest.fixture
@@ -47,7 +83,7 @@ def engine() -> Iterator[GatedEngine]:
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(32) as made:
+    with ThreadPoolExecutor(64) as made:
         yield made
 
 
@@ -124,6 +160,28 @@ def test_a_batch_keeps_the_token_budget(pool: ThreadPoolExecutor) -> None:
     assert engine.batches == [1, 3, 1, 1]
 
 
+def test_a_long_request_neither_holds_the_others_nor_starves(pool: ThreadPoolExecutor) -> None:
+    engine = GatedEngine(token_budget=100)
+    batcher = Batcher(engine, 0.0, 64)
+    futures = [submit(pool, batcher, 0)]
+    assert engine.entered.acquire(timeout=20)
+    long = submit(pool, batcher, 990)
+    wait_until(lambda: batcher.queued() == 1)
+    other_long = submit(pool, batcher, 390)
+    wait_until(lambda: batcher.queued() == 2)
+    short = [submit(pool, batcher, 49) for _ in range(40)]
+    wait_until(lambda: batcher.queued() == 42)
+    engine.gate.set()
+    for length, future in ((0, futures[0]), (990, long), (390, other_long), *((49, future) for future in short)):
+        assert future.result(30)["answers"]["q"]["noul"] == pytest.approx(expected(length))
+    order = [length for lengths in engine.finished for length in lengths]
+    assert order.index(990) > order.index(49)
+    assert order.index(990) < order.index(390)  # one long request at a time
+    passes = [lengths for lengths in engine.finished if lengths.count(49)]
+    assert all(lengths.count(49) == 2 for lengths in passes)  # each pass that took short ones was full of them
+    assert order.index(990) < 30  # it moved on while short ones waited
+
+
 def test_batches_are_reported(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
     seen: list[tuple[int, int]] = []
     batcher = Batcher(engine, 0.0, 8, on_batch=lambda requests, tokens, seconds: seen.append((requests, tokens)))
@@ -197,7 +255,8 @@ def test_a_failed_pass_is_tried_alone(engine: GatedEngine, pool: ThreadPoolExecu
 
 
 def test_an_outcome_may_be_an_error(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
-    engine.score = lambda batch: [EngineError("not finite")] * len(batch)  # type: ignore[method-assign]
+    engine.outcome = lambda prompts: EngineError("not finite")  # type: ignore[method-assign]
+    engine.gate.set()
     batcher = Batcher(engine)
     with pytest.raises(EngineError, match="not finite"):
         batcher.submit("x", NOUL)

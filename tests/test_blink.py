@@ -1,4 +1,4 @@
-"""Answers against their formulas, and the reference engine against whole prompts through the library's own model."""
+"""The reference engine against whole prompts through the library's own model."""
 
 import math
 from collections.abc import Callable
@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
-import blink
 import wire
-from blink import BlinkError, EngineError, Scores, TorchEngine, choice_confidence, probabilities, score_confidence
+from answers import Scores, probabilities
+from blink import BlinkError, EngineError, TorchEngine
+from prompts import Prompts
 
 STATE = {"message": "The parcel never came, I want my money back.", "days": 6, "tags": ["late", None]}
 QUESTIONS: dict[str, Any] = {
@@ -28,84 +27,6 @@ QUESTIONS: dict[str, Any] = {
     "many": {"type": "choice", "criteria": {f"option-{i}": f"number {i}" for i in range(255)}},
     "one": {"type": "choice", "criteria": {"only": None}},
 }
-
-
-# --- formulas --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("p", "confidence"),
-    [
-        ([0.1, 0.37, 0.24, 0.29], 0.16),
-        ([0.08, 0.92, 0.0], 0.88),
-        ([0.88, 0.12, 0.0], 0.82),
-        ([1.0], 1.0),
-        ([0.25] * 4, 0),
-    ],
-)
-def test_choice_confidence(p: list[float], confidence: float) -> None:
-    assert choice_confidence(p) == pytest.approx(confidence, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("p", "confidence"),
-    [
-        ([0, 0.95, 0.05], 0.925),
-        ([0, 0.7, 0.3], 0.55),
-        ([0.05, 0, 0, 0, 0.95], 0.8333333),
-        ([0.004, 0.04, 0.745, 0.17, 0.041], 0.75),
-        ([1.0], 1.0),
-        ([0.5, 0.5], 0.0),
-        ([0.5, 0.0, 0.0, 0.0, 0.5], 0.0),
-    ],
-)
-def test_score_confidence(p: list[float], confidence: float) -> None:
-    assert score_confidence(p) == pytest.approx(confidence, abs=2e-3)
-
-
-@given(st.lists(st.floats(-80, 80), min_size=1, max_size=255), st.floats(0.05, 20))
-def test_answers_hold_what_strict_clients_ask(logits: list[float], temperature: float) -> None:
-    p = probabilities(logits, temperature)
-    assert abs(math.fsum(p) - 1) < 1e-9
-    keys = {f"k{i}": None for i in range(len(p))}
-    choice = _answer({"type": "choice", "criteria": keys}, p)
-    assert list(choice["probabilities"]) == list(keys)
-    assert choice["choice"] == f"k{p.index(max(p))}"
-    assert 0 <= choice["confidence"] <= 1
-    levels = p[:10]
-    levels = [x / math.fsum(levels) for x in levels] if math.fsum(levels) > 0 else [1.0]
-    score = _answer({"type": "score", "criteria": ["l"] * len(levels)}, levels)
-    assert 0 <= score["confidence"] <= 1
-    assert 0 <= score["score"] <= len(levels) - 1 + 1e-9
-
-
-def _answer(question: Any, p: list[float]) -> dict[str, Any]:
-    checked = wire.validate({"state": "", "questions": {"q": question}}).questions["q"]
-    return blink.build_answer(checked, p).model_dump()
-
-
-def test_answers_as_they_go_over_the_wire() -> None:
-    assert _answer({"type": "noul", "instructions": "?"}, [0.25, 0.75]) == {"type": "noul", "noul": 0.25}
-    assert _answer({"type": "choice", "criteria": ["b", "a"]}, [0.5, 0.5]) == {
-        "type": "choice",
-        "choice": "b",
-        "confidence": 0.0,
-        "probabilities": {"b": 0.5, "a": 0.5},
-    }
-    assert _answer({"type": "score", "criteria": [{"x": 1}, "b"]}, [0.25, 0.75]) == {
-        "type": "score",
-        "score": 0.75,
-        "confidence": 0.5,
-        "legend": {"0": {"x": 1}, "1": "b"},
-        "probabilities": {"0": 0.25, "1": 0.75},
-    }
-    single = _answer({"type": "score", "criteria": ["only"]}, [1.0])
-    assert (single["score"], single["confidence"], single["probabilities"]) == (0.0, 1.0, {"0": 1.0})
-
-
-def test_temperature_divides_the_logits() -> None:
-    assert probabilities([0.0, math.log(9)], 2.0) == pytest.approx([0.25, 0.75])
-    assert probabilities([1000.0, 0.0]) == [1.0, 0.0]
 
 
 # --- the reference engine --------------------------------------------------------------------------------------------
@@ -156,12 +77,12 @@ def engine(folder: Path) -> TorchEngine:
 
 
 @pytest.fixture(scope="module")
-def whole_prompts(folder: Path) -> Callable[[TorchEngine, blink.Prompts], Scores]:
+def whole_prompts(folder: Path) -> Callable[[TorchEngine, Prompts], Scores]:
     """Label logits of every question from its whole prompt alone, through the library's own head."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     @torch.inference_mode()
-    def scores(engine: TorchEngine, prompts: blink.Prompts) -> Scores:
+    def scores(engine: TorchEngine, prompts: Prompts) -> Scores:
         rows = []
         for tail, offered in zip(prompts.tails, prompts.counts, strict=True):
             logits = model(torch.tensor([prompts.prefix + tail]), logits_to_keep=1).logits[0, -1]
@@ -178,12 +99,12 @@ def difference(one: Scores | Exception, other: Scores | Exception) -> float:
     return max(abs(x - y) for a, b in pairs for x, y in zip(a, b, strict=True))
 
 
-def prepared(engine: TorchEngine, state: Any, questions: Any = QUESTIONS) -> blink.Prompts:
+def prepared(engine: TorchEngine, state: Any, questions: Any = QUESTIONS) -> Prompts:
     return engine.prepare(wire.validate({"state": state, "questions": questions}))
 
 
 def test_scores_equal_whole_prompts(
-    engine: TorchEngine, whole_prompts: Callable[[TorchEngine, blink.Prompts], Scores]
+    engine: TorchEngine, whole_prompts: Callable[[TorchEngine, Prompts], Scores]
 ) -> None:
     long = {name: QUESTIONS[name] for name in ("team", "refund", "anger")}
     batch = [
@@ -203,7 +124,7 @@ def test_a_small_budget_changes_passes_not_answers(engine: TorchEngine, monkeypa
     passes = engine.passes
     (scores,) = engine.score([prompts])
     taken = engine.passes - passes
-    monkeypatch.setattr(engine, "token_budget", 1)
+    monkeypatch.setattr(engine._body, "token_budget", 1)
     passes = engine.passes
     (alone,) = engine.score([prompts])
     assert engine.passes - passes > taken
@@ -249,14 +170,13 @@ def test_too_long_names_the_question(engine: TorchEngine, monkeypatch: pytest.Mo
 def test_not_finite_is_an_error_of_that_request_alone(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     good = prepared(engine, "fine", {"q": QUESTIONS["refund"]})
     bad = prepared(engine, "bad", {"q": QUESTIONS["team"]})
-    read_out = engine._read_out
+    step = engine._body.step
 
-    def poisoned(hidden: torch.Tensor, offered: int) -> list[list[float]]:
-        return [row if len(row) <= 2 else [*row[:2], math.nan, *row[3:]] for row in read_out(hidden, offered)]
+    def poisoned(jobs: Any) -> Any:
+        return [(job, hidden * math.nan if job.prompts == bad else hidden) for job, hidden in step(jobs)]
 
     (expected,) = engine.score([good])
-    monkeypatch.setattr(engine, "token_budget", 1)
-    monkeypatch.setattr(engine, "_read_out", poisoned)
+    monkeypatch.setattr(engine._body, "step", poisoned)
     scores, failed = engine.score([good, bad])
     assert difference(scores, expected) < 1e-4
     assert isinstance(failed, EngineError)
@@ -267,7 +187,7 @@ def test_not_finite_is_an_error_of_that_request_alone(engine: TorchEngine, monke
 def test_out_of_memory_halves_the_pass_then_fails_alone(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = [prepared(engine, "word " * n, {"q": QUESTIONS["refund"]}) for n in (1, 5, 9, 400)]
     expected = engine.score(batch)
-    forward = engine._forward
+    forward = engine._body._forward
     room = 2 * (len(batch[2].prefix) + len(batch[2].tails[0]))
 
     def small(ids: list[list[int]], cache: Any = None) -> Any:
@@ -275,7 +195,7 @@ def test_out_of_memory_halves_the_pass_then_fails_alone(engine: TorchEngine, mon
             raise torch.OutOfMemoryError
         return forward(ids, cache)
 
-    monkeypatch.setattr(engine, "_forward", small)
+    monkeypatch.setattr(engine._body, "_forward", small)
     *fitting, too_long = engine.score(batch)
     assert isinstance(too_long, EngineError)
     for scores, right in zip(fitting, expected[:3], strict=True):
@@ -286,14 +206,14 @@ def test_out_of_memory_in_a_shared_prefix_fails_alone(engine: TorchEngine, monke
     two = {"a": QUESTIONS["refund"], "b": QUESTIONS["anger"]}
     batch = [prepared(engine, "word " * 400, two), prepared(engine, "fog", {"q": QUESTIONS["refund"]})]
     expected = engine.score(batch)
-    forward = engine._forward
+    forward = engine._body._forward
 
     def small(ids: list[list[int]], cache: Any = None) -> Any:
         if max(map(len, ids)) > 400:
             raise torch.OutOfMemoryError
         return forward(ids, cache)
 
-    monkeypatch.setattr(engine, "_forward", small)
+    monkeypatch.setattr(engine._body, "_forward", small)
     failed, scores = engine.score(batch)
     assert isinstance(failed, EngineError)
     assert difference(scores, expected[1]) < 1e-4
