@@ -551,11 +551,16 @@ def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None
         "engine": engine.name,
         "limits": {"context_tokens": engine.context},
     }
-    gc.collect()
-    gc.freeze()  # a full collection over the model's objects would stall every thread
-    sys.setswitchinterval(0.0005)  # the worker must not wait long for the interpreter
+    settle()
     service.progress = 1.0
     service.status = "ok"
+
+
+def settle() -> None:
+    """Make the interpreter ready for many threads and one that must not wait."""
+    gc.collect()
+    gc.freeze()  # a full collection over the model's objects would stall every thread
+    sys.setswitchinterval(0.0005)
 
 
 def served_name(args: argparse.Namespace) -> str:
