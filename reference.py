@@ -68,7 +68,7 @@ class ReferenceBody:
         cache_layers = DynamicCache(config=self._config).layers
         self._shares_prefix = all(isinstance(layer, DynamicLayer) for layer in cache_layers)
         window = getattr(self._config, "sliding_window", None)
-        self._slice = window // 2 if window and self._shares_prefix else None
+        self._slice = window // 4 if window and self._shares_prefix else None
 
     def head_rows(self, ids: Sequence[int]) -> Tensor:
         """Rows of the output head for these token ids, [n, hidden] float32.
@@ -152,8 +152,8 @@ class ReferenceBody:
     def _forward(self, ids: list[list[int]], cache: DynamicCache | None = None) -> Any:
         """The layers over right-padded rows; nothing reads what a causal model makes of the padding.
 
-        One long row of a model with sliding windows goes in slices, whose masks and keys are about a window wide
-        instead of as wide as the row; the result is that of the last slice.
+        One long row of a model with sliding windows goes in slices, whose masks and keys are little more than a
+        window wide instead of as wide as the row; the result is that of the last slice.
         """
         self.passes += 1
         width = max(map(len, ids))

