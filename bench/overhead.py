@@ -5,18 +5,18 @@ over loopback. Run: python -m bench.overhead --model FOLDER (its tokenizer is us
 """
 
 import argparse
-import asyncio
 import json
 import platform
 import random
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from bench.load import free_port, run, wait_ready
 
 WORDS = ["order", "customer", "screen", "cracked", "replacement", "invoice", "refund", "delay", "router", "update"]
 RUNS = (("short", 1), ("short", 16), ("six", 1), ("six", 16), ("long", 1), ("long", 16))
@@ -37,36 +37,6 @@ def body(kind: str) -> bytes:
     state = " ".join(random.choices(WORDS, k=words))
     asked = {f"q{i}": forms[i % 3] for i in range(questions)}
     return json.dumps({"model": "jev-latest", "state": state, "questions": asked}).encode()
-
-
-async def client(port: int, kind: str, stop: float, latencies: list[float]) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while time.perf_counter() < stop:
-        payload = body(kind)
-        head = f"POST /v1/systemone HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(payload)}\r\n\r\n"
-        sent = time.perf_counter()
-        writer.write(head.encode() + payload)
-        answer_head = await reader.readuntil(b"\r\n\r\n")
-        length = int(answer_head.split(b"Content-Length: ")[1].split(b"\r\n")[0])
-        await reader.readexactly(length)
-        assert answer_head.startswith(b"HTTP/1.1 200"), answer_head
-        latencies.append((time.perf_counter() - sent) * 1e3)
-    writer.close()
-
-
-async def load(port: int, kind: str, clients: int, seconds: float) -> dict[str, Any]:
-    await asyncio.gather(*(client(port, kind, time.perf_counter() + 1.0, []) for _ in range(clients)))  # warm-up
-    latencies: list[float] = []
-    await asyncio.gather(*(client(port, kind, time.perf_counter() + seconds, latencies) for _ in range(clients)))
-    latencies.sort()
-    n = len(latencies)
-    return {
-        "workload": kind,
-        "clients": clients,
-        "p50_ms": round(latencies[n // 2], 2),
-        "p95_ms": round(latencies[int(n * 0.95)], 2),
-        "requests_per_s": round(n / seconds),
-    }
 
 
 @dataclass(slots=True, eq=False)
@@ -126,19 +96,6 @@ def serve_instant(folder: Path, port: int) -> int:
     return serve.run(service, args, start)
 
 
-def wait_ready(port: int) -> None:
-    for _ in range(600):
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1) as probe:
-                probe.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-                if probe.recv(64).startswith(b"HTTP/1.1 200"):
-                    return
-        except OSError:
-            pass
-        time.sleep(0.1)
-    raise SystemExit("the server did not become ready")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder whose tokenizer is used")
@@ -148,21 +105,21 @@ def main() -> int:
     args = parser.parse_args()
     if args.serve:
         return serve_instant(args.model, args.serve)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
     server = subprocess.Popen(
         [sys.executable, "-m", "bench.overhead", "--model", str(args.model), "--serve", str(port)]
     )
     try:
-        wait_ready(port)
+        wait_ready(url)
         random.seed(7)
         print(f"Python {platform.python_version()}, {platform.machine()}, engine time taken out")
         print(f"{'workload':10}{'clients':>8}{'p50 ms':>9}{'p95 ms':>9}{'requests/s':>12}")
         rows = []
         for kind, clients in RUNS:
-            row = asyncio.run(load(port, kind, clients, args.seconds))
-            rows.append(row)
-            print(f"{kind:10}{clients:8}{row['p50_ms']:9.2f}{row['p95_ms']:9.2f}{row['requests_per_s']:12}", flush=True)
+            row = run(url, kind, partial(body, kind), clients, args.seconds, warm_up=1.0)
+            rows.append(row.as_dict())
+            print(f"{kind:10}{clients:8}{row.p50_ms:9.2f}{row.p95_ms:9.2f}{row.requests_per_s:12.0f}", flush=True)
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1))
     finally:
