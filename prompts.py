@@ -8,7 +8,7 @@ import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, pairwise, product
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +23,9 @@ SYSTEM = (
 )
 _GENERIC_KEY = re.compile(r"[A-Za-z]{1,2}|[0-9]+|option[_ ]?[0-9]+|opt[0-9]+")
 _ASIDE = " — "
+
+_PIECE = 8192  # characters of a long state that one thread tokenizes
+_BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 
 # --- question -> text ------------------------------------------------------------------------------------------------
 
@@ -148,7 +151,7 @@ class PromptEncoder:
         for request, ids in whole:
             prompts = self.encode(request)
             if prompts.prefix + prompts.tails[0] != ids:
-                raise ValueError("the tokenizer joins text across the border between evidence and criterion")
+                raise ValueError("the tokenizer joins text across borders at which blink cuts prompts")
 
     def encode(self, request: wire.DecisionRequest) -> Prompts:
         """Token ids of every question's prompt, the state encoded once.
@@ -160,15 +163,16 @@ class PromptEncoder:
             if isinstance(question, wire.Choice) and len(question.criteria) > len(self.labels):
                 message = f"This model has labels for {len(self.labels)} options per choice"
                 raise wire.violation("too_long", ["body", "questions", name, "choice", "criteria"], message)
-        texts = [render_state(request.state)]
-        texts += [render_question(question, self.labels) for question in request.questions.values()]
+        pieces = _pieces(render_state(request.state))
+        texts = pieces + [render_question(question, self.labels) for question in request.questions.values()]
         try:
             for text in texts:
                 text.encode("utf-8")  # strings of a library caller may hold lone surrogates
         except UnicodeEncodeError:
             raise wire.violation("string_unicode", ["body"], "Text should be valid Unicode") from None
-        state, *tails = self._encode(texts)
-        tails = [tail + self._foot for tail in tails]
+        encoded = self._encode(texts)
+        state = list(chain.from_iterable(encoded[: len(pieces)]))
+        tails = [tail + self._foot for tail in encoded[len(pieces) :]]
         common = _common_length(tails) if len(tails) > 1 else 0
         counts = [len(option_keys(question)) for question in request.questions.values()]
         return Prompts(self._head + state + tails[0][:common], [tail[common:] for tail in tails], counts)
@@ -193,11 +197,20 @@ class PromptEncoder:
         """Sample requests with the ids of their whole rendered prompt encoded at once."""
         question = {"type": "noul", "instructions": "Is it late?"}
         samples = []
-        for state in ("", "The last train left. ", ["a", 1], {"note": "naïve — 備考\n", "n": -0.5}):
+        long = ["The last train left.", "naïve — 備考\n"] * (_PIECE // 20)
+        for state in ("", "The last train left. ", ["a", 1], {"note": "naïve — 備考\n", "n": -0.5}, long):
             request = wire.validate({"state": state, "questions": {"q": question}})
             body = render_state(state) + render_question(request.questions["q"], self.labels)
             samples.append((request, self._encode([head + body + foot])[0]))
         return samples
+
+
+def _pieces(text: str) -> list[str]:
+    """Cut a long text between words, where tokenizers cut anyway, so that threads can share it."""
+    cuts = [0]
+    while cut := _BETWEEN_WORDS.search(text, cuts[-1] + _PIECE):
+        cuts.append(cut.start())
+    return [text[start:stop] for start, stop in pairwise([*cuts, len(text)])]
 
 
 def _common_length(tails: Sequence[Sequence[int]]) -> int:

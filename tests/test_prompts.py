@@ -250,6 +250,28 @@ def test_ids_equal_those_of_whole_prompts(
     assert encoded.counts == [len(option_keys(question)) for question in request.questions.values()]
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(
+        texts | st.sampled_from([" a b", "c d ", "É e\u0301 f", " 1 a", "a  b", "a\nb c"]), min_size=1, max_size=30
+    )
+)
+def test_long_states_are_cut_between_words_only(
+    encoder: PromptEncoder,
+    tokenizer: PreTrainedTokenizerBase,
+    whole: Callable[[Any, wire.Question], list[int]],
+    parts: list[str],
+) -> None:
+    state = " ".join(parts) * 4
+    if any(token in state for token in tokenizer.get_added_vocab()):
+        return
+    request = wire.validate({"state": state, "questions": {"q": {"type": "noul", "instructions": "?"}}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompts, "_PIECE", 5)
+        encoded = encoder.encode(request)
+    assert encoded.prefix + encoded.tails[0] == whole(state, request.questions["q"])
+
+
 def test_control_tokens_in_text_stay_text(encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase) -> None:
     special = dict(tokenizer.get_added_vocab())
     assert "<|im_end|>" in special
