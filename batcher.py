@@ -232,8 +232,9 @@ class Batcher:
     def _run(self) -> None:
         try:
             self._fly()
-        except BaseException:
-            log.exception("the decision worker died")
+        except BaseException as error:
+            log.error("the decision worker died: %s (--log-level debug tells more)", type(error).__name__)
+            log.debug("the decision worker died", exc_info=error)
             with self._changed:
                 self._dead = True
                 lost = [*self._running, *self._queue]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from prompts import Prompts
+from wire import BlinkError
 
 _DELTANET_OPERATORS = (
     "causal_conv1d_fn",
@@ -25,8 +26,11 @@ _DELTANET_OPERATORS = (
 )
 
 
-class EngineError(RuntimeError):
-    """One request's pass failed through no fault of the request; its neighbours are not touched."""
+class EngineError(BlinkError):
+    """One request's pass failed through no fault of the request (500); its neighbours are not touched."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, {"error_type": "api_error", "message": message}, status=500)
 
 
 @dataclass(slots=True, eq=False)

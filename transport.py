@@ -14,6 +14,7 @@ import re
 import select
 import socket
 import socketserver
+import sys
 import threading
 import time
 import uuid
@@ -59,6 +60,15 @@ def json_reply(status: int, body: Any, headers: Mapping[str, str] | None = None)
 
 def error_reply(error: BlinkError) -> Reply:
     return json_reply(error.status, error.body, error.headers)
+
+
+def log_fault(what: str, error: BaseException | None) -> None:
+    """Log a fault as one line; a traceback, which may hold request text, only at level debug."""
+    reason = (
+        error.message if isinstance(error, BlinkError) else f"{type(error).__name__} (--log-level debug tells more)"
+    )
+    log.error("%s: %s", what, reason)
+    log.debug("%s", what, exc_info=error)
 
 
 def bad_framing(message: str) -> BlinkError:
@@ -132,7 +142,7 @@ class Server(ThreadingHTTPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.exception("a connection failed")
+        log_fault("a connection failed", sys.exc_info()[1])
 
     @contextlib.contextmanager
     def in_flight(self) -> Any:
@@ -283,13 +293,16 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 self.on_reply(error.status)
                 return
-            reply = error_reply(error)
+            reply = error_reply(error) if error.status != 500 else self._failed(error)
         except (TimeoutError, ConnectionError):
             raise
-        except Exception:
-            log.exception("request %s failed", self.request_id)
-            reply = error_reply(wire.refusal(500, "api_error", f"the server failed on request {self.request_id}"))
+        except Exception as error:
+            reply = self._failed(error)
         self.respond(reply)
+
+    def _failed(self, error: Exception) -> Reply:
+        log_fault(f"request {self.request_id} failed", error)
+        return error_reply(wire.refusal(500, "api_error", f"the server failed on request {self.request_id}"))
 
     def _route(self) -> Callable[[], Reply]:
         try:
