@@ -35,6 +35,7 @@ log = logging.getLogger("blink")
 
 DEFAULT_MODEL = "thegovind/blink-4b"
 DRAIN_S = 30.0
+_QUIET_CHECKS = 5
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY")
 _LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 180)
@@ -646,8 +647,10 @@ def drain(service: Service, servers: Sequence[Server]) -> int:
     deadline = time.monotonic() + DRAIN_S
     for server in servers:
         server.stop()
-    while any(server.busy() for server in servers) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    quiet = 0
+    while quiet < _QUIET_CHECKS and time.monotonic() < deadline:  # a thread may be about to read what has arrived
+        quiet = 0 if any(server.busy() for server in servers) else quiet + 1
+        time.sleep(0.02)
     assert service.decider is not None
     finished = service.decider.close(max(0.0, deadline - time.monotonic()))
     return 1 if died or not finished else 0
