@@ -57,7 +57,9 @@ class FastBody:
         self.kernels = self._engine.kernels
         self.passes = 0
 
-    def warm_up(self, progress: Callable[[float], None] | None = None) -> None:
+    def warm_up(self, root: Sequence[int], progress: Callable[[float], None] | None = None) -> None:
+        """Keep the state of the ids that prompts begin with, compile every kernel and capture the graphs."""
+        self._engine.keep_root(root)
         self._engine.warm_up(progress)
 
     def head_rows(self, ids: Sequence[int]) -> Tensor:
@@ -295,7 +297,7 @@ class TorchEngine:
         free_memory()
         progress(0.4)
         body = FastBody(root, self.device, self.dtype, lambda share: progress(0.4 + 0.3 * share))
-        body.warm_up(lambda share: progress(0.7 + 0.3 * share))
+        body.warm_up(self._encoder.root, lambda share: progress(0.7 + 0.3 * share))
         self._use(body)
         difference = _largest_difference(together, _probabilities(self.score(prompts[:1])[0]))
         if difference > _TOLERANCE + noise:

@@ -144,6 +144,8 @@ class PromptEncoder:
         self._head, self._foot = self._encode([head, foot])
         self.labels, self.label_ids = self._find_labels(foot)
         whole = self._whole_prompts(head, foot)
+        self.root = _common_start([ids for _, ids in whole])
+        """The ids that prompts usually begin with: the system message and the opening of the user's."""
 
         # From here on every added token in request text is read as the characters it is made of.
         self._tokenizer.add_special_tokens(list(self._tokenizer.get_added_tokens_decoder().values()))
@@ -211,6 +213,10 @@ def _pieces(text: str) -> list[str]:
     while cut := _BETWEEN_WORDS.search(text, cuts[-1] + _PIECE):
         cuts.append(cut.start())
     return [text[start:stop] for start, stop in pairwise([*cuts, len(text)])]
+
+
+def _common_start(sequences: Sequence[list[int]]) -> list[int]:
+    return sequences[0][: _common_length(sequences)]
 
 
 def _common_length(tails: Sequence[Sequence[int]]) -> int:

@@ -86,7 +86,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where to write; created if missing")
     parser.add_argument("--size", choices=SIZES, default="4b", help="4b: true shape, 8.4 GB; tiny: 16 MB")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where weights are drawn")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where weights are drawn"
+    )
     parser.add_argument("--no-tokenizer", action="store_true", help="weights and configuration only")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)

@@ -8,11 +8,12 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from . import forward, graphs, reference, weights
-from .pack import MIN_SLICE, QUERY_TILE_ROWS, Forked, Part, Plan, Tables, divide, parts_of
+from .pack import MIN_SLICE, QUERY_TILE_ROWS, Forked, Part, Plan, Root, Share, Tables, divide, parts_of
 
 MAX_TAILS = 1024
 """Tails in one pass: each costs at least one 1 MiB DeltaNet chunk, whatever its length."""
@@ -79,6 +80,8 @@ class Qwen35Engine:
 
             self.pieces = kernels
         self._ladder: graphs.Ladder | None = None
+        self._root: Root | None = None
+        self._held = forward.Held.of(self.weights, [])
 
     @torch.inference_mode()
     def hidden(self, batch: Sequence[Forked]) -> Tensor:
@@ -91,9 +94,27 @@ class Qwen35Engine:
             self.step(jobs)
         return torch.cat([job.hidden for job in jobs])
 
+    @torch.inference_mode()
+    def keep_root(self, ids: Sequence[int]) -> None:
+        """Encode ids that most requests begin with and keep their state: later requests start behind them.
+
+        Requests that begin otherwise are served as before. Before `warm_up`, because graphs are tied to the root.
+        """
+        if self._ladder is not None:
+            raise RuntimeError("the root is kept before the warm-up")
+        if not 0 < len(ids) <= self.token_budget:
+            raise ValueError("a root has at least one id and fits a pass")
+        trunk = np.array([*ids, 0], dtype=np.int32)  # one more id, so that the pass leaves a carry
+        part = Part(trunk, [], reads_trunk=False, first=0)
+        self._pass(Plan([Share(part, 0, len(ids), 0, 0)], self.tile))
+        assert part.carry is not None
+        part.carry.shared = True
+        self._root = Root(trunk[:-1], part.carry)
+        self._held = forward.Held.of(self.weights, [part.carry])
+
     def open(self, request: Forked) -> Job:
         """Begin a request. Raises ValueError when it has no tails or an empty one."""
-        parts = parts_of(request, self.token_budget)
+        parts = parts_of(request, self.token_budget, self._root)
         reads = sum(part.reads for part in parts)
         return Job(parts, torch.empty(reads, self.geometry.hidden, dtype=self.dtype, device=self.device))
 
@@ -151,7 +172,7 @@ class Qwen35Engine:
         rungs = list(graphs.shapes(self.tile))
         slots = max(shape.slots for shape in rungs)
         states = torch.zeros(slots, g.value_heads, g.key, g.value, dtype=torch.float32, device=self.device)
-        ladder = graphs.Ladder(self._run, self.tile, states)
+        ladder = graphs.Ladder(self._capture, self.tile, states)
         for done, shape in enumerate(rungs, start=1):
             ladder.capture(shape)
             report(0.5 + 0.5 * done / len(rungs))
@@ -177,7 +198,8 @@ class Qwen35Engine:
         }
 
     def _pass(self, plan: Plan) -> Tensor:
-        if self._ladder is not None:
+        usual = plan.starts_from(self._root.carry if self._root else None)
+        if self._ladder is not None and usual:
             out = self._ladder.replay(plan)
             if out is not None:
                 return out
@@ -187,11 +209,13 @@ class Qwen35Engine:
             buffer = buffer.pin_memory().to(self.device, non_blocking=True)
         g = self.geometry
         states = torch.empty(plan.shape.slots, g.value_heads, g.key, g.value, dtype=torch.float32, device=self.device)
-        luggage = forward.Luggage.of(self.weights, plan, tables.borders.tolist()) if plan.carried else None
-        out = self._run(Tables(tables.shape, self.tile, buffer), states, luggage)
+        luggage = forward.Luggage.of(self.weights, plan, tables.borders.tolist()) if plan.saves else None
+        held = self._held if usual else forward.Held.of(self.weights, plan.carries)
+        moved = Tables(tables.shape, self.tile, buffer)
+        out = forward.run(self.weights, moved, states, self.pieces, held, luggage)
         if luggage:
             luggage.commit()
         return out
 
-    def _run(self, tables: Tables, states: Tensor, luggage: forward.Luggage | None = None) -> Tensor:
-        return forward.run(self.weights, tables, states, self.pieces, luggage)
+    def _capture(self, tables: Tables, states: Tensor) -> Tensor:
+        return forward.run(self.weights, tables, states, self.pieces, self._held)

@@ -8,7 +8,6 @@ Sizes that change from pass to pass are never specialised on, so that nothing co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,16 +17,20 @@ from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_kkt_so
 from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd_kernel as _tuned_products
 from torch import Tensor
 
-from .pack import CHUNK, QUERY_TILE_ROWS, Carry, Tables
+from .forward import Held
+from .pack import CHUNK, QUERY_TILE_ROWS, Tables
 from .weights import DeltaLayer, Geometry
 
 # The bare kernels under the library's heuristics and autotuner.
 _solve_kernel: Any = _tuned_solve.fn.fn
 _products_kernel: Any = _tuned_products.fn.fn
 
-SOLVE = {"BK": 64, "num_warps": 1, "num_stages": 3}
+SOLVE = {"BK": 128, "num_warps": 1, "num_stages": 3}
 PRODUCTS = {"num_warps": 4, "num_stages": 3}
-STATE = {"BV": 32, "num_warps": 4, "num_stages": 2}
+STATE = {"BV": 32, "num_warps": 4, "num_stages": 3}
+STATE_OF_MANY = {"BV": 64, "num_warps": 4, "num_stages": 2}
+MANY = 4
+"""Segments from which wider programs fill the GPU too, and read less."""
 OUTPUT = {"num_warps": 4, "num_stages": 2}
 ATTENTION = {"BN": 64, "num_warps": 8, "num_stages": 2}
 
@@ -273,21 +276,19 @@ def _attention_kernel(
         SIZE,
         BN,
     )
-    opening = tl.load(gate + (first + token)[:, None] * ROW_G + head[:, None] * STEP_G + column[None, :], mask=used, other=0.0)
+    source = gate + (first + token)[:, None] * ROW_G + head[:, None] * STEP_G + column[None, :]
+    opening = tl.load(source, mask=used, other=0.0)
     result = acc / total[:, None] * tl.sigmoid(opening.to(tl.float32))
     tl.store(out + place, result, mask=used)
 
 
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, gate: Tensor, tiles: Tensor, carries: Sequence[Carry], layer: int
+    queries: Tensor, keys: Tensor, values: Tensor, gate: Tensor, tiles: Tensor, held: Held, layer: int
 ) -> Tensor:
     """See reference.attend."""
     rows, heads, size = queries.shape
     shared = keys.shape[1]
     out = queries.new_empty(rows, heads * size)
-    # The kernel reads carried key-values of several documents through their addresses.
-    places = [(c.keys.data_ptr(), c.values.data_ptr(), c.keys.stride(0)) for c in carries]
-    table = torch.tensor(places, dtype=torch.int64, device=queries.device) if places else tiles
     group = heads // shared
     _attention_kernel[(len(tiles), shared)](
         queries,
@@ -296,7 +297,7 @@ def attend(
         gate,
         out,
         tiles,
-        table,
+        held.places,
         layer,
         size**-0.5 * LOG2_E,
         ROW_V=values.stride(0),
@@ -306,7 +307,7 @@ def attend(
         GROUP=group,
         SIZE=size,
         BM=QUERY_TILE_ROWS,
-        CARRIED=bool(places),
+        CARRIED=len(held.places) > 0,
         **ATTENTION,
     )
     return out
@@ -318,6 +319,7 @@ def _convolution_kernel(
     inputs,
     back,
     chunk_rows,
+    chunk_of,
     conv,
     decay_rate,
     decay_bias,
@@ -341,16 +343,25 @@ def _convolution_kernel(
         return
     row = (tl.load(chunk_rows + 2 * chunk) + tl.arange(0, BT)).to(tl.int64)
     inside = tl.arange(0, BT) < count
+    # Only a segment's first chunk looks over its border.
+    nth = tl.load(chunk_of + 2 * chunk + 1)
     if head < 2 * KEY_HEADS + VALUE_HEADS:
         column = head * SIZE + tl.arange(0, SIZE)
         mask = inside[:, None]
         acc = tl.load(projected + row[:, None] * ROW + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        acc *= tl.load(conv + column * 4 + 3).to(tl.float32)[None, :]
+        acc *= tl.load(conv + 3 * CHANNELS + column).to(tl.float32)[None, :]
         for step in tl.static_range(3):
-            source = tl.load(back + row * 3 + step, mask=inside, other=-1).to(tl.int64)[:, None]
-            near = tl.load(projected + source * ROW + column[None, :], mask=source >= 0, other=0.0).to(tl.float32)
-            near += tl.load(inputs + (-2 - source) * CHANNELS + column[None, :], mask=source < -1, other=0.0).to(tl.float32)
-            acc += near * tl.load(conv + column * 4 + 2 - step).to(tl.float32)[None, :]
+            if nth > 0:
+                near = tl.load(projected + (row - 1 - step)[:, None] * ROW + column[None, :], mask=mask, other=0.0)
+            else:
+                source = tl.load(back + row * 3 + step, mask=inside, other=-1).to(tl.int64)
+                near = tl.load(
+                    projected + source[:, None] * ROW + column[None, :], mask=(source >= 0)[:, None], other=0.0
+                )
+                if tl.min(source, axis=0) < -1:
+                    held = inputs + (-2 - source)[:, None] * CHANNELS + column[None, :]
+                    near += tl.load(held, mask=(source < -1)[:, None], other=0.0)
+            acc += near.to(tl.float32) * tl.load(conv + (2 - step) * CHANNELS + column).to(tl.float32)[None, :]
         acc *= tl.sigmoid(acc)
         width = tl.arange(0, SIZE)[None, :]
         if head < 2 * KEY_HEADS:
@@ -383,6 +394,7 @@ def _state_kernel(
     decay,
     chunk_states,
     states,
+    entered,
     borders,
     first_chunk,
     enter,
@@ -406,9 +418,12 @@ def _state_kernel(
     column = tl.program_id(0) * BV + tl.arange(0, BV)
     square = deep[:, None] * SIZE + column[None, :]
     slot = tl.load(enter + segment).to(tl.int64)
-    state = tl.load(
-        states + (slot * VALUE_HEADS + head) * SIZE * SIZE + square, mask=(square >= 0) & (slot >= 0), other=0.0
-    )
+    every = square >= 0
+    if slot >= 0:
+        state = tl.load(states + (slot * VALUE_HEADS + head) * SIZE * SIZE + square)
+    else:
+        held = entered + ((-2 - slot) * VALUE_HEADS + head) * SIZE * SIZE + square
+        state = tl.load(held, mask=every & (slot < -1), other=0.0)
     key += (start * KEY_HEADS + shared) * SIZE
     lifted += (start * VALUE_HEADS + head) * SIZE
     solved += (start * VALUE_HEADS + head) * SIZE
@@ -429,10 +444,11 @@ def _state_kernel(
         last = tl.load(decay + (tl.minimum((chunk + 1) * BT, length) - 1).to(tl.int64) * VALUE_HEADS)
         each = tl.load(decay + at.to(tl.int64) * VALUE_HEADS, mask=at < length, other=0.0)
         v = v * tl.where(at < length, tl.exp2(last - each), 0.0)[:, None]
-        k = tl.load(key + at.to(tl.int64)[None, :] * (KEY_HEADS * SIZE) + deep[:, None], mask=at[None, :] < length, other=0.0)
+        source = key + at.to(tl.int64)[None, :] * (KEY_HEADS * SIZE) + deep[:, None]
+        k = tl.load(source, mask=at[None, :] < length, other=0.0)
         state = tl.dot(k, v.to(k.dtype), state * tl.exp2(last))
     goal = tl.load(leave + segment).to(tl.int64)
-    tl.store(states + (goal * VALUE_HEADS + head) * SIZE * SIZE + square, state, mask=(square >= 0) & (goal >= 0))
+    tl.store(states + (goal * VALUE_HEADS + head) * SIZE * SIZE + square, state, mask=every & (goal >= 0))
 
 
 @triton.jit
@@ -485,7 +501,13 @@ def _output_kernel(
 
 
 def delta_net(
-    projected: Tensor, inputs: Tensor, tables: Tables, layer: DeltaLayer, states: Tensor, geometry: Geometry
+    projected: Tensor,
+    inputs: Tensor,
+    entered: Tensor,
+    tables: Tables,
+    layer: DeltaLayer,
+    states: Tensor,
+    geometry: Geometry,
 ) -> Tensor:
     """See reference.delta_net."""
     g, shape, rows = geometry, tables.shape, len(projected)
@@ -500,6 +522,7 @@ def delta_net(
         inputs,
         tables.back,
         tables.chunk_rows,
+        tables.chunk_of,
         layer.conv,
         layer.decay_rate,
         layer.decay_bias,
@@ -527,7 +550,8 @@ def delta_net(
     chunk_states = projected.new_empty(shape.chunks, g.value_heads, g.key, g.value)
     for first, count in ((0, shape.trunks), (shape.trunks, shape.tails)):
         if count:
-            _state_kernel[(g.value // STATE["BV"], count * g.value_heads)](
+            setting = STATE_OF_MANY if count >= MANY else STATE
+            _state_kernel[(g.value // setting["BV"], count * g.value_heads)](
                 key,
                 lifted,
                 solved,
@@ -535,13 +559,14 @@ def delta_net(
                 decay,
                 chunk_states,
                 states,
+                entered,
                 tables.borders,
                 tables.first_chunk,
                 tables.enter,
                 tables.leave,
                 first,
                 **heads,
-                **STATE,
+                **setting,
             )
     out = projected.new_empty(rows, g.value_heads * g.value)
     _output_kernel[grid](

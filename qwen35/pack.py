@@ -49,12 +49,21 @@ class Carry:
     keys, values: [attention layers, trunk length, key-value heads, head size] in the model's dtype.
     inputs: [DeltaNet layers, WINDOW, channels], the last inputs of the convolution, oldest first.
     state: [DeltaNet layers, value heads, key size, value size], float32.
+    shared: other trunks start from it too, so it is never written again.
     """
 
     keys: Tensor
     values: Tensor
     inputs: Tensor
     state: Tensor
+    shared: bool = False
+
+
+class Root(NamedTuple):
+    """Ids that requests usually begin with, and what they leave: encoded once, kept for good."""
+
+    ids: Ints
+    carry: Carry
 
 
 @dataclass(slots=True, eq=False)
@@ -92,10 +101,6 @@ class Share(NamedTuple):
     last: int
 
     @property
-    def loads(self) -> bool:
-        return self.start > 0
-
-    @property
     def saves(self) -> bool:
         more = self.stop < len(self.part.trunk) or self.last < len(self.part.tails)
         return more and self.stop > self.start
@@ -105,11 +110,12 @@ class Share(NamedTuple):
         return self.stop - self.start + sum(len(tail) for tail in self.part.tails[self.first : self.last])
 
 
-def parts_of(request: Forked, budget: int) -> list[Part]:
+def parts_of(request: Forked, budget: int, root: Root | None = None) -> list[Part]:
     """Split a request into parts whose tails fit a pass of `budget` tokens.
 
     A lone question is not forked: prefix and tail are one trunk. A tail that no pass can hold takes its own copy
-    of the prefix with it and goes through in slices. Raises ValueError for a request without tails or an empty tail.
+    of the prefix with it and goes through in slices. A trunk that begins with the root starts behind it. Raises
+    ValueError for a request without tails or an empty tail.
     """
     if not request.tails or not all(len(tail) for tail in request.tails):
         raise ValueError("a request needs at least one tail, and every tail at least one token")
@@ -117,14 +123,22 @@ def parts_of(request: Forked, budget: int) -> list[Part]:
     tails = [np.asarray(tail, dtype=np.int32) for tail in request.tails]
     if len(tails) == 1 or any(len(tail) > budget for tail in tails):
         whole = (np.concatenate([prefix, tail]) for tail in tails)
-        return [Part(trunk, [], reads_trunk=True, first=i) for i, trunk in enumerate(whole)]
-    return [Part(prefix, tails, reads_trunk=False, first=0)]
+        parts = [Part(trunk, [], reads_trunk=True, first=i) for i, trunk in enumerate(whole)]
+    else:
+        parts = [Part(prefix, tails, reads_trunk=False, first=0)]
+    if root is not None:
+        for part in parts:
+            # The position that is read must be encoded here, so a trunk that is read is longer than the root.
+            if len(part.trunk) >= len(root.ids) + part.reads_trunk and (part.trunk[: len(root.ids)] == root.ids).all():
+                part.done, part.carry = len(root.ids), root.carry
+    return parts
 
 
 def divide(parts: Sequence[Part], budget: int, max_tails: int) -> list[Share]:
-    """Decide what each part gives to the next pass, in the caller's order, at most `budget` tokens and `max_tails` tails.
+    """Decide what each part gives to the next pass, in the caller's order.
 
-    The first unfinished part always moves on, so repeated passes end (budget >= MIN_SLICE).
+    Together at most `budget` tokens and `max_tails` tails. The first unfinished part always moves on, so repeated
+    passes end (budget >= MIN_SLICE).
     """
     shares: list[Share] = []
     for part in parts:
@@ -172,7 +186,8 @@ class Tables:
     -2 - r for row r of the carried inputs. borders [trunks + tails + 2]: where each segment starts, closed by an
     empty segment that unused chunks point to; chunk_rows [chunks, 2]: first row and length; chunk_of [chunks, 2]:
     segment and chunk within it; first_chunk [trunks + tails + 1]; enter, leave [trunks + tails + 1]: the state slot a
-    segment starts from and leaves its state in. tiles [tiles, 8] and last_tiles [reads, 8]: see `TILE`. reads [reads].
+    segment starts from (NOTHING: zeros, -2 - c: the state of carry c) and leaves its state in. tiles [tiles, 8] and
+    last_tiles [reads, 8]: see `TILE`. reads [reads].
     """
 
     def __init__(self, shape: Shape, tile: int, buffer: Any | None = None) -> None:
@@ -229,25 +244,27 @@ class Plan:
     shares: list[Share]
     tile: int
     shape: Shape = field(init=False)
-    loads: list[tuple[int, Share]] = field(init=False)  # (state slot, share) that start from a carry
-    saves: list[tuple[int, int, Share]] = field(init=False)  # (segment, state slot, share) that end in one
+    carries: list[Carry] = field(init=False)  # what trunks start from, each once
+    saves: list[tuple[int, Share]] = field(init=False)  # (segment and state slot, share) that end in a carry
     owners: list[tuple[Part, int, int]] = field(init=False)  # whose hidden states the reads are: part, first, count
     _trunk_lengths: Ints = field(init=False)
     _tail_lengths: Ints = field(init=False)
     _parent: Ints = field(init=False)
+    _carry: Ints = field(init=False)
+    _trunk_reads: Ints = field(init=False)
 
     def __post_init__(self) -> None:
         trunk_lengths, tail_lengths, parent = [], [], []
-        self.loads, self.saves, self.owners = [], [], []
+        self.saves, self.owners = [], []
         trunk_reads: list[tuple[Part, int]] = []
-        slots = 0
+        held: dict[int, Carry] = {id(share.part.carry): share.part.carry for share in self.shares if share.part.carry}
+        self.carries = list(held.values())
+        number = {key: index for index, key in enumerate(held)}
+        self._carry = np.array([number.get(id(share.part.carry), NOTHING) for share in self.shares], dtype=np.int32)
         for index, share in enumerate(self.shares):
             part, tails = share.part, share.part.tails[share.first : share.last]
-            if share.loads:
-                self.loads.append((index, share))
             if share.saves:
-                self.saves.append((index, index, share))
-            slots = index + 1
+                self.saves.append((index, share))
             trunk_lengths.append(share.stop - share.start)
             tail_lengths += [len(tail) for tail in tails]
             parent += [index] * len(tails)
@@ -261,7 +278,7 @@ class Plan:
         self._trunk_reads = np.array([index for _, index in trunk_reads], dtype=np.int32)
         self.owners += [(part, part.first, 1) for part, _ in trunk_reads]
         lengths = np.concatenate([self._trunk_lengths, self._tail_lengths])
-        needs_slot = bool(len(tail_lengths) or self.loads or self.saves)
+        needs_slots = bool(tail_lengths or self.saves)
         self.shape = Shape(
             tokens=int(lengths.sum()),
             trunks=len(trunk_lengths),
@@ -269,14 +286,12 @@ class Plan:
             chunks=int((-(-lengths // CHUNK)).sum()),
             tiles=int((-(-lengths // self.tile)).sum()),
             reads=len(tail_lengths) + len(trunk_reads),
-            slots=slots if needs_slot else 0,
+            slots=len(self.shares) if needs_slots else 0,
         )
 
-    _trunk_reads: Ints = field(init=False)
-
-    @property
-    def carried(self) -> bool:
-        return bool(self.loads or self.saves)
+    def starts_from(self, root: Carry | None) -> bool:
+        """Whether no trunk starts from another carry than the root's, and none leaves one."""
+        return not self.saves and all(carry is root for carry in self.carries)
 
     def tables(self, shape: Shape | None = None) -> Tables:
         """Fill tables of the given shape (this pass's own by default); what lies beyond the pass is read by nothing."""
@@ -296,17 +311,17 @@ class Plan:
         base[tail_at] = np.array([share.stop for share in self.shares], dtype=np.int32)[self._parent]
 
         self._fill_tokens(out, lengths, base)
-        self._fill_back(out, lengths, started, tail_at)
+        self._fill_back(out, lengths, tail_at)
 
         number = np.arange(trunks, dtype=np.int32)
         out.enter[:] = NOTHING
         out.leave[:] = NOTHING
-        loaded = started > 0
-        out.enter[:trunks] = np.where(loaded, number, NOTHING)
-        out.enter[tail_at] = np.where(has_parent | loaded[self._parent], self._parent, NOTHING)
+        behind = np.where(self._carry >= 0, -2 - self._carry, NOTHING)
+        out.enter[:trunks] = behind
+        out.enter[tail_at] = np.where(has_parent, self._parent, behind[self._parent])
         leaves = np.zeros(trunks, dtype=bool)
         leaves[self._parent] = True
-        leaves[[index for index, _, _ in self.saves]] = True
+        leaves[[index for index, _ in self.saves]] = True
         out.leave[:trunks] = np.where(leaves & (self._trunk_lengths > 0), number, NOTHING)
 
         self._fill_chunks(out, lengths, starts)
@@ -320,7 +335,7 @@ class Plan:
         prefix_row[tail_at] = starts[self._parent]
         prefix_count[tail_at] = self._trunk_lengths[self._parent]
         carry = np.zeros_like(lengths)
-        carry[[index for index, _ in self.loads]] = np.arange(len(self.loads))
+        carry[:trunks] = np.maximum(self._carry, 0)
         carry[tail_at] = carry[self._parent]
         facts = np.stack([starts, prefix_row, prefix_count, carry, carried], axis=1)
 
@@ -346,13 +361,13 @@ class Plan:
         of, nth = _spread(lengths)
         out.positions[:used] = base[of] + nth
 
-    def _fill_back(self, out: Tables, lengths: Ints, started: Ints, tail_at: npt.NDArray[np.intp]) -> None:
+    def _fill_back(self, out: Tables, lengths: Ints, tail_at: npt.NDArray[np.intp]) -> None:
         """Rows of the inputs 1, 2 and 3 steps before each token, across the border to the trunk or the carry."""
         trunks = self.shape.trunks
         steps = np.arange(1, WINDOW + 1, dtype=np.int32)
         before = np.full((len(lengths), WINDOW), NOTHING, dtype=np.int32)
-        for carry, (index, _) in enumerate(self.loads):
-            before[index] = -2 - (carry * WINDOW + WINDOW - steps)
+        carry = self._carry[:, None]
+        before[:trunks] = np.where(carry >= 0, -2 - (carry * WINDOW + WINDOW - steps), NOTHING)
         length = self._trunk_lengths[self._parent][:, None]
         beyond = np.clip(steps - length - 1, 0, WINDOW - 1)
         inherited = np.take_along_axis(before[:trunks][self._parent], beyond, axis=1)

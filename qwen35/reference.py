@@ -6,20 +6,17 @@ The DeltaNet recurrence is transformers' own reference function. Every function 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as published
 
-from .pack import Carry, Tables
+from .forward import Held
+from .pack import NOTHING, Tables
 from .weights import DeltaLayer, Geometry
 
 # transformers swaps this function for fla's kernel wherever fla imports, also for tensors on the CPU.
-_delta_rule = getattr(
-    published.torch_chunk_gated_delta_rule, "__wrapped__", published.torch_chunk_gated_delta_rule
-)
+_delta_rule = getattr(published.torch_chunk_gated_delta_rule, "__wrapped__", published.torch_chunk_gated_delta_rule)
 
 
 def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
@@ -49,7 +46,7 @@ def rotate(heads: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, epsilon: flo
 
 
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, gate: Tensor, tiles: Tensor, carries: Sequence[Carry], layer: int
+    queries: Tensor, keys: Tensor, values: Tensor, gate: Tensor, tiles: Tensor, held: Held, layer: int
 ) -> Tensor:
     """Attention by tiles (see `pack.TILE`), times the sigmoid of the output gate.
 
@@ -63,11 +60,12 @@ def attend(
             continue
         spans = [(keys[prefix : prefix + prefix_count], values[prefix : prefix + prefix_count])]
         if carry_count:
-            held = carries[carry]
-            spans.insert(0, (held.keys[layer, :carry_count], held.values[layer, :carry_count]))
+            one = held.carries[carry]
+            spans.insert(0, (one.keys[layer, :carry_count], one.values[layer, :carry_count]))
         end = own + offset + count
         spans.append((keys[own:end], values[own:end]))
-        key, value = (torch.cat(both).repeat_interleave(group, dim=1).transpose(0, 1) for both in zip(*spans, strict=True))
+        joined = (torch.cat(runs) for runs in zip(*spans, strict=True))
+        key, value = (run.repeat_interleave(group, dim=1).transpose(0, 1) for run in joined)
         before = carry_count + prefix_count + offset
         seen = torch.arange(key.shape[1])[None] <= before + torch.arange(count)[:, None]
         query = queries[row : row + count].transpose(0, 1)
@@ -76,13 +74,20 @@ def attend(
 
 
 def delta_net(
-    projected: Tensor, inputs: Tensor, tables: Tables, layer: DeltaLayer, states: Tensor, geometry: Geometry
+    projected: Tensor,
+    inputs: Tensor,
+    entered: Tensor,
+    tables: Tables,
+    layer: DeltaLayer,
+    states: Tensor,
+    geometry: Geometry,
 ) -> Tensor:
     """Convolution, gated delta rule and gated norm over every segment.
 
     projected: [rows, channels + value width + 2 * value heads]; inputs: [carried rows, channels], the convolution's
-    earlier inputs that `tables.back` points to; states: [slots, value heads, key, value] float32, entered and left
-    as the tables say. Returns [rows, value heads * value size]; rows of no segment hold anything.
+    earlier inputs that `tables.back` points to; entered: [carries, value heads, key, value] float32; states: [slots,
+    value heads, key, value] float32, entered and left as the tables say. Returns [rows, value heads * value size];
+    rows of no segment hold anything.
     """
     g, rows = geometry, len(projected)
     width = g.key_heads * g.key
@@ -91,13 +96,13 @@ def delta_net(
     row = tables.back.long()
     index = torch.where(row >= 0, row, torch.where(row == -1, rows, rows - 1 - row))
     window = torch.cat([taken, zero, inputs])[index]  # [rows, 3, channels], newest first
-    mixed = taken * layer.conv[:, -1] + (window * layer.conv[:, :-1].flip(1).T).sum(1)
+    mixed = taken * layer.conv[-1] + (window * layer.conv[:-1].flip(0)).sum(1)
     mixed = F.silu(mixed)
-    query = mixed[:, :width].unflatten(-1, (g.key_heads, g.key))
-    key = mixed[:, width : 2 * width].unflatten(-1, (g.key_heads, g.key))
-    value = mixed[:, 2 * width :].unflatten(-1, (g.value_heads, g.value))
-    gate, beta, decay = projected[:, g.channels :].split([g.value_heads * g.value, g.value_heads, g.value_heads], dim=-1)
-    beta = beta.sigmoid()
+    query = mixed[:, :width].view(rows, g.key_heads, g.key)
+    key = mixed[:, width : 2 * width].view(rows, g.key_heads, g.key)
+    value = mixed[:, 2 * width :].view(rows, g.value_heads, g.value)
+    gate = projected[:, g.channels : -2 * g.value_heads].view(rows, g.value_heads, g.value)
+    beta, decay = projected[:, -2 * g.value_heads : -g.value_heads].sigmoid(), projected[:, -g.value_heads :]
     decay = layer.decay_rate * F.softplus(decay.float() + layer.decay_bias)
     repeats = g.value_heads // g.key_heads
     query, key = query.repeat_interleave(repeats, 1), key.repeat_interleave(repeats, 1)
@@ -108,11 +113,12 @@ def delta_net(
         span = slice(borders[segment], borders[segment + 1])
         if span.start == span.stop:
             continue
+        start = states[enter] if enter >= 0 else entered[-2 - enter] if enter < NOTHING else None
         one, state = _delta_rule(
             *(x[None, span] for x in (query, key, value)),
             g=decay[None, span],
             beta=beta[None, span],
-            initial_state=states[enter][None] if enter >= 0 else None,
+            initial_state=None if start is None else start[None],
             output_final_state=leave >= 0,
             use_qk_l2norm_in_kernel=True,
         )
@@ -120,7 +126,7 @@ def delta_net(
         if leave >= 0:
             states[leave] = state[0]
     normed = _norm(out, layer.out_norm.float(), g.epsilon)
-    return (normed * F.silu(gate.unflatten(-1, (g.value_heads, g.value)))).flatten(1)
+    return (normed * F.silu(gate)).flatten(1)
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

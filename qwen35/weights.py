@@ -115,7 +115,7 @@ class Mixer:
 class DeltaLayer(Mixer):
     """Rows of project: convolution channels (queries, keys, values), gate z, beta, decay."""
 
-    conv: Tensor  # [channels, 4]
+    conv: Tensor  # [4, channels], the newest input's tap last
     decay_rate: Tensor  # [value heads] float32, -exp(A_log)
     decay_bias: Tensor  # [value heads] float32
     out_norm: Tensor  # [value size], applied as it is
@@ -167,7 +167,7 @@ def load(
                 DeltaLayer(
                     project=project,
                     out=stock.take(mixer + "out_proj.weight"),
-                    conv=stock.take(mixer + "conv1d.weight").squeeze(1).contiguous(),
+                    conv=stock.take(mixer + "conv1d.weight").squeeze(1).T.contiguous(),
                     decay_rate=-stock.take(mixer + "A_log").float().exp(),
                     decay_bias=stock.take(mixer + "dt_bias").float(),
                     out_norm=stock.take(mixer + "norm.weight"),
@@ -210,8 +210,9 @@ class _Stock:
         self.size = sum(path.stat().st_size for path in _shards(folder))
         self.read = 0
         for path in _shards(folder):
-            file = safe_open(path, framework="pt", device=str(device))
-            self.files |= {_short(name): (file, name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            file: Any = safe_open(path, framework="pt", device=str(device))
+            names = file.keys()
+            self.files |= {_short(name): (file, name) for name in names}
 
     def take(self, name: str) -> Tensor:
         file, full = self.files[name]

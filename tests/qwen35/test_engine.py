@@ -14,8 +14,10 @@ from qwen35 import Forked, Qwen35Engine, unsupported
 
 VOCABULARY, LABELS = 512, 300  # as in conftest
 CPU = torch.device("cpu")
+ROOT = list(range(100, 141))
 Whole = Callable[[Forked], torch.Tensor]
 
+request_sizes = st.tuples(st.integers(0, 900), st.lists(st.integers(1, 200), min_size=1, max_size=3))
 near_border = st.sampled_from([1, 2, 3, 4, 62, 63, 64, 65, 66, 127, 128, 129, 190, 192])
 lengths = st.one_of(near_border, st.integers(1, 150))
 requests = st.tuples(st.one_of(st.just(0), lengths), st.lists(lengths, min_size=1, max_size=5))
@@ -35,7 +37,8 @@ def slicing(published: tuple[Path, Any]) -> Qwen35Engine:
 
 def forked(seed: int, prefix: int, tails: list[int]) -> Forked:
     draw = np.random.default_rng(seed)
-    return Forked(draw.integers(0, VOCABULARY, prefix).tolist(), [draw.integers(0, VOCABULARY, n).tolist() for n in tails])
+    own = [draw.integers(0, VOCABULARY, n).tolist() for n in tails]
+    return Forked(draw.integers(0, VOCABULARY, prefix).tolist(), own)
 
 
 def probabilities(engine: Qwen35Engine, hidden: torch.Tensor) -> torch.Tensor:
@@ -56,7 +59,7 @@ def test_any_mix_equals_whole_prompts(engine: Qwen35Engine, whole: Whole, mix: l
 
 
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(mix=st.lists(st.tuples(st.integers(0, 900), st.lists(st.integers(1, 200), min_size=1, max_size=3)), min_size=1, max_size=3))
+@given(mix=st.lists(request_sizes, min_size=1, max_size=3))
 def test_slices_equal_whole_prompts(slicing: Qwen35Engine, whole: Whole, mix: list[tuple[int, list[int]]]) -> None:
     assert_equal_to_whole(slicing, whole, [forked(i, *one) for i, one in enumerate(mix)])
 
@@ -96,6 +99,23 @@ def test_alone_and_in_company_agree(engine: Qwen35Engine) -> None:
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
 
 
+@pytest.fixture(scope="module", params=[256, 4096])
+def rooted(published: tuple[Path, Any], request: pytest.FixtureRequest) -> Qwen35Engine:
+    engine = Qwen35Engine(published[0], CPU, dtype=torch.float32, token_budget=request.param)
+    engine.keep_root(ROOT)
+    return engine
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2, 3, 23, 24, 64, 700])
+@pytest.mark.parametrize("tails", [[1], [5], [1, 70, 2]])
+def test_requests_behind_the_root_equal_whole_prompts(
+    rooted: Qwen35Engine, whole: Whole, behind: int, tails: list[int]
+) -> None:
+    own = forked(behind, behind, tails)
+    batch = [Forked([*ROOT, *own.prefix], own.tails), forked(1, 30, [2, 2]), Forked(ROOT[:-1], own.tails)]
+    assert_equal_to_whole(rooted, whole, batch)
+
+
 def test_short_requests_overtake_a_long_document(slicing: Qwen35Engine, whole: Whole) -> None:
     document, short = forked(1, 1000, [4, 4]), forked(2, 20, [3, 3])
     long_job, short_job = slicing.open(document), slicing.open(short)
@@ -110,9 +130,7 @@ def test_short_requests_overtake_a_long_document(slicing: Qwen35Engine, whole: W
         assert (probabilities(slicing, job.hidden) - whole(request)).abs().max() < 1e-4
 
 
-def test_a_failed_pass_moves_nothing(
-    slicing: Qwen35Engine, whole: Whole, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_pass_moves_nothing(slicing: Qwen35Engine, whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
     request = forked(5, 600, [8, 8])
     job = slicing.open(request)
     slicing.step([job])
