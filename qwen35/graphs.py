@@ -7,7 +7,9 @@ eagerly. Steps of 32 tokens waste at most a twentieth of a pass above 640 tokens
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -38,6 +40,13 @@ def shapes(tile: int) -> Iterator[Shape]:
             )
 
 
+Rung = tuple[Shape, torch.cuda.CUDAGraph, Tables, Tensor]
+
+
+def _shape(rung: Rung) -> tuple[int, ...]:
+    return rung[0]
+
+
 class Ladder:
     """Captured passes, found by shape. Replays overwrite each other's memory: what comes out is copied at once."""
 
@@ -47,7 +56,7 @@ class Ladder:
         self._tile = tile
         self._states = states
         self._pool = torch.cuda.graph_pool_handle()
-        self._rungs: list[tuple[Shape, torch.cuda.CUDAGraph, Tables, Tensor]] = []
+        self._rungs: list[Rung] = []  # in order of their tokens
 
     def __len__(self) -> int:
         return len(self._rungs)
@@ -59,14 +68,15 @@ class Ladder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             out = self._run(tables, self._states[: shape.slots])
-        self._rungs.append((shape, graph, tables, out))
+        insort(self._rungs, (shape, graph, tables, out), key=_shape)
 
     def replay(self, plan: Plan) -> Tensor | None:
         """The pass's hidden states [reads, hidden], or None when no rung holds it."""
-        fitting = [rung for rung in self._rungs if rung[0].holds(plan.shape)]
-        if not fitting:
+        wide_enough = islice(self._rungs, bisect_left(self._rungs, plan.shape[:1], key=_shape), None)
+        rung = next((rung for rung in wide_enough if rung[0].holds(plan.shape)), None)
+        if rung is None:
             return None
-        shape, graph, tables, out = min(fitting, key=lambda rung: rung[0])
+        shape, graph, tables, out = rung
         filled = torch.from_numpy(plan.tables(shape).buffer).pin_memory()
         buffer: Any = tables.buffer
         buffer.copy_(filled, non_blocking=True)
