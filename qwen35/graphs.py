@@ -72,7 +72,8 @@ class Ladder:
 
     def replay(self, plan: Plan) -> Tensor | None:
         """The pass's hidden states [reads, hidden], or None when no rung holds it."""
-        wide_enough = islice(self._rungs, bisect_left(self._rungs, plan.shape[:1], key=_shape), None)
+        least: tuple[int, ...] = (plan.shape.tokens,)
+        wide_enough = islice(self._rungs, bisect_left(self._rungs, least, key=_shape), None)
         rung = next((rung for rung in wide_enough if rung[0].holds(plan.shape)), None)
         if rung is None:
             return None
