@@ -17,6 +17,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as published
 
 from qwen35 import Forked, Qwen35Engine
 
+ROOT = tuple(range(1000, 1041))
+"""The server's prompts all begin alike; here nine in ten requests do."""
 FIRST_LABEL = 32  # the id of "A" in the published vocabulary; random weights do not care
 
 
@@ -29,7 +31,8 @@ def questions(count: int, vocabulary: int, seed: int) -> tuple[list[Forked], lis
     while len(options) < count:
         prefix = int(draw.choice([0, 40, 64, 150, 190, 256, 500, 650, 1500]))
         tails = int(draw.choice([1, 1, 2, 3, 6, 16]))
-        requests.append(Forked(ids(prefix), [ids(int(n)) for n in draw.integers(1, 110, tails)]))
+        begin = ROOT if draw.random() < 0.9 else ()
+        requests.append(Forked([*begin, *ids(prefix)], [ids(int(n)) for n in draw.integers(1, 110, tails)]))
         options += [int(n) for n in draw.choice([2, 3, 4, 5, 10, 26, 200], tails)]
     return requests, options
 
@@ -76,6 +79,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
     engine = Qwen35Engine(given.folder, device)
+    engine.keep_root(ROOT)
     engine.warm_up(None)
     requests, options = questions(given.questions, engine.geometry.vocabulary, given.seed)
     rows = engine.head_rows(range(FIRST_LABEL, FIRST_LABEL + 200))
