@@ -179,10 +179,14 @@ def _merge(model: Any, adapter: Path) -> None:
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name in sorted({key.rpartition(".")[0] for key in factors}):
-            a, b, parameter = factors.pop(f"{name}.a", None), factors.pop(f"{name}.b", None), parameters.get(name)
-            if a is None or b is None or parameter is None or (b.shape[:1] + a.shape[1:]) != parameter.shape:
+            try:
+                change = factors.pop(f"{name}.b").float() @ factors.pop(f"{name}.a").float()
+            except (KeyError, RuntimeError):
+                change = None
+            parameter = parameters.get(name)
+            if change is None or parameter is None or change.shape != parameter.shape:
                 raise MiniUnavailable(f"{adapter} does not fit the base at {name}: train it again for {BASE}")
-            parameter += b.float() @ a.float()
+            parameter += change
     if factors:
         raise MiniUnavailable(f"{adapter} holds {sorted(factors)[0]}, which is neither .a nor .b of a parameter")
 
