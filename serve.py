@@ -635,7 +635,8 @@ def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[]
         address,
         mode(args),
     )
-    stop.wait()
+    while not stop.wait(0.5):  # the interpreter runs signal handlers between waits
+        pass
     return drain(service, servers)
 
 

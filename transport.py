@@ -6,6 +6,7 @@ closed, so that bytes of one request are never read as another.
 """
 
 import contextlib
+import email.errors
 import gzip
 import io
 import json
@@ -41,6 +42,12 @@ MAX_LINE = 65_536
 DRAIN_BYTES = 1 << 20
 _LINGER_BYTES = 64 << 20
 _MAX_TRAILERS = 100
+# The parser also misses the parts of a multipart message, which are in the body and do not concern the head.
+_HEAD_DEFECTS = (
+    email.errors.FirstHeaderLineIsContinuationDefect,
+    email.errors.MisplacedEnvelopeHeaderDefect,
+    email.errors.MissingHeaderBodySeparatorDefect,
+)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _POLL_LEFT = getattr(select, "POLLRDHUP", 0)
 
@@ -359,7 +366,7 @@ class Handler(BaseHTTPRequestHandler):
     def _frame_body(self) -> None:
         """Settle how long the body is: `_unread` bytes, or None for chunks."""
         self._unread = None
-        if self.headers.defects or self.headers.get_payload():
+        if any(isinstance(defect, _HEAD_DEFECTS) for defect in self.headers.defects):
             self.close_connection = True
             raise bad_framing("the header lines are not valid HTTP")
         lengths = self.headers.get_all("Content-Length", [])
@@ -451,16 +458,28 @@ def _too_large(limit: int) -> BlinkError:
 def _decode(body: bytes, coding: str, limit: int) -> bytes:
     if coding == "identity":
         return body
-    source = io.BytesIO(body)
     try:
         if coding == "gzip":
-            decoded = gzip.GzipFile(fileobj=source).read(limit + 1)
+            decoded = gzip.GzipFile(fileobj=io.BytesIO(body)).read(limit + 1)
         else:
-            largest = 1 << max(23, limit.bit_length())  # a frame's window may span the whole body, no more
-            reader = zstandard.ZstdDecompressor(max_window_size=largest).stream_reader(source, read_across_frames=True)
-            decoded = reader.read(limit + 1)
+            decoded = _decode_zstd(body, limit)
     except (OSError, EOFError, zlib.error, zstandard.ZstdError):
         raise wire.violation("encoding_invalid", ["body"], f"The body is not valid {coding}", status=400) from None
     if len(decoded) > limit:
         raise _too_large(limit)
+    return decoded
+
+
+def _decode_zstd(body: bytes, limit: int) -> bytes:
+    """The frames of a body, at most one byte more than the limit.
+
+    Raises:
+        zstandard.ZstdError: a frame is not valid or shorter than it says.
+    """
+    largest = 1 << max(23, limit.bit_length())  # a frame's window may span the whole body, no more
+    decompressor = zstandard.ZstdDecompressor(max_window_size=largest)
+    decoded = decompressor.stream_reader(body, read_across_frames=True).read(limit + 1)
+    promised = zstandard.frame_content_size(body)  # -1 if the frame does not say
+    if len(decoded) < min(promised, limit + 1):
+        raise zstandard.ZstdError("the frame is cut short")
     return decoded
