@@ -378,11 +378,12 @@ class Service:
 
     def health(self) -> dict[str, Any]:
         """The facts of `/healthz`; reads host memory only."""
-        ok = self.status == "ok" and self.worker_alive()
+        status = self.status  # it may change meanwhile
+        ok = status == "ok" and self.worker_alive()
         counts = {"worker_alive": self.worker_alive(), "queued": self.queued()}
         health = {
             "ok": ok,
-            "status": "failed" if self.status == "ok" and not ok else self.status,
+            "status": "failed" if status == "ok" and not ok else status,
             "model": self.name,
             "revision": None,
             "weights_verified": None,
@@ -401,7 +402,7 @@ class Service:
             "accepts_images": False,
             "uptime_s": round(time.monotonic() - self.started, 1),
         }
-        if self.status == "loading":
+        if status == "loading":
             health["progress"] = round(self.progress, 3)
         limits = health["limits"] | self.facts.get("limits", {})
         return health | self.facts | {"limits": limits}
