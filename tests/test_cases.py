@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import zstandard
-from conftest import RunningServer
+from servers import RunningServer
 
 CASES = {
     f"{file.stem}/{name}": case

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 import typesafe_sdk as sdk
-from conftest import KEY, RunningServer, StartServer
+from servers import KEY, RunningServer, StartServer
 
 JS = Path(__file__).parent / "js"
 LONG = "The ferry came at ten, the mail at noon. " * 100

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, RunningServer, StartServer, free_port
+from servers import ROOT, RunningServer, StartServer, free_port
 
 QUESTIONS = {
     "late": {"type": "noul", "instructions": "Is it late?"},

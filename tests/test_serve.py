@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import KEY, ROOT, RunningServer, StartServer
+from servers import KEY, ROOT, RunningServer, StartServer
 
 import serve
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, mini_cache
 from safetensors.torch import load_file, save_file
+from servers import ROOT, mini_cache
 
 from mini import build
 
