@@ -1,4 +1,4 @@
-// node check.mjs OPEN_URL KEYED_URL KEY: asks two servers through the JavaScript client and prints what it made of them.
+// node ask.mjs OPEN_URL KEYED_URL KEY: asks two servers through the JavaScript client and prints what it made of them.
 import { APIError, TypeSafeClient, choice, noul, score } from "@typesafe-ai/sdk";
 
 const [openURL, keyedURL, key] = process.argv.slice(2);
