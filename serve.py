@@ -5,12 +5,14 @@ SIGTERM or Ctrl-C finishes what is queued and exits 0; a dead decision worker ex
 """
 
 import argparse
+import contextlib
 import gc
 import hashlib
 import hmac
 import logging
 import math
 import os
+import queue
 import re
 import signal
 import sys
@@ -602,12 +604,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[], None]], None]) -> int:
     """Serve from the first moment: open the port, call `start`, wait for a signal or the worker's death, drain."""
-    stop = threading.Event()
+    stop: queue.SimpleQueue[None] = queue.SimpleQueue()  # an event's lock would hold a signal that meets another
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.put(None)
         if service.status == "loading":
             raise SystemExit(0)
-        stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
@@ -622,7 +624,7 @@ def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[]
     address = f"http://{_url_host(args.host)}:{servers[0].server_port}"
     log.info("loading %s; %s/healthz tells when it is ready", service.name, address)
     try:
-        start(stop.set)
+        start(lambda: stop.put(None))
     except StartError as error:
         print(f"blink: {error}", file=sys.stderr)
         return 1
@@ -636,8 +638,10 @@ def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[]
         address,
         mode(args),
     )
-    while not stop.wait(0.5):  # the interpreter runs signal handlers between waits
-        pass
+    while True:
+        with contextlib.suppress(queue.Empty):
+            stop.get(timeout=0.5)  # the interpreter runs signal handlers between waits
+            break
     return drain(service, servers)
 
 
