@@ -520,13 +520,13 @@ def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None
     fast = args.engine == "auto"
     try:
         engine = blink.TorchEngine(root, args.device, args.temperature, dtype=dtype, fast=fast, progress=loading)
-    except (ValueError, OSError, RuntimeError, AssertionError) as error:
+        repeat_identical = engine.warm_up()
+    except Exception as error:  # over broken files the libraries raise errors of every kind
         log.debug("loading failed", exc_info=True)
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         raise StartError(f"{args.model} cannot be loaded: {reason}") from None
     if engine.why_reference and fast and engine.device.type == "cuda":
         log.warning("the packed pass is not used: %s", engine.why_reference)
-    repeat_identical = engine.warm_up()
     grouped = args.continuous or args.batch_window_ms > 0
     max_requests = (args.max_queued_requests if args.continuous else args.max_batch_requests) if grouped else 1
     service.decider = blink.Batcher(
