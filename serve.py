@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from types import FrameType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -83,9 +83,16 @@ def _temperature(text: str) -> float:
     return value
 
 
+class _OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong without the usage, which is longer than a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"blink: {' '.join(message.split())} (--help lists the settings)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
     env = os.environ.get
-    parser = argparse.ArgumentParser(
+    parser = _OneLineParser(
         prog="blink-serve",
         description="Answer typed questions about a state with probabilities, from one forward pass of a local model. "
         "Serves POST /v1/systemone, GET /v1/models, /healthz and /metrics.",
