@@ -73,6 +73,14 @@ def int_range(lo: int, hi: int) -> Callable[[str], int]:
     return parse
 
 
+def api_key(text: str) -> str:
+    """A key without the white space that a file leaves around it, as an argparse type."""
+    key = text.strip()
+    if not key:
+        raise argparse.ArgumentTypeError("should not be empty; leave it out to serve everyone")
+    return key
+
+
 def _temperature(text: str) -> float:
     try:
         value = float(text)
@@ -124,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     address.add_argument("--port", type=int_range(0, 65535), default=8000, help="0 picks a free one")
     address.add_argument(
         "--api-key",
+        type=api_key,
         default=env("BLINK_API_KEY") or None,
         help="ask clients for this Bearer key; open to all if not given; env BLINK_API_KEY",
     )
@@ -484,7 +493,8 @@ class DecisionHandler(Handler):
         if key is None:
             return
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode("utf-8"))
+        # The parser read the header's bytes as Latin-1; a key from the environment may hold bytes that are no UTF-8.
+        same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode("utf-8", "surrogateescape"))
         if scheme.lower() != "bearer" or not same:
             raise wire.refusal(
                 401,
