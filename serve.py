@@ -232,17 +232,24 @@ def verify(root: Path, progress: Callable[[float], None] = lambda share: None) -
     if bad:
         return False, bad
     total = sum((Path(root) / name).stat().st_size for name in expected)
+    given_up = False
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="checking weights", delay=1) as bar,
         ThreadPoolExecutor(4) as pool,
     ):
 
         def read(size: int) -> None:
+            if given_up:
+                raise InterruptedError
             bar.update(size)
             progress(bar.n / max(1, total))
 
-        digests = pool.map(lambda name: sha256(Path(root) / name, read), expected)
-        bad = [name for name, digest in zip(expected, digests, strict=True) if digest != expected[name]]
+        try:
+            digests = pool.map(lambda name: sha256(Path(root) / name, read), expected)
+            bad = [name for name, digest in zip(expected, digests, strict=True) if digest != expected[name]]
+        except BaseException:  # a signal: the threads would read on to the end of their files
+            given_up = True
+            raise
     return not bad, bad
 
 
