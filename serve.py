@@ -132,8 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     address.add_argument("--port", type=int_range(0, 65535), default=8000, help="0 picks a free one")
     address.add_argument(
         "--api-key",
-        type=api_key,
-        default=env("BLINK_API_KEY") or None,
+        type=api_key,  # not with its environment variable as the default, which --help shows
         help="ask clients for this Bearer key; open to all if not given; env BLINK_API_KEY",
     )
     grouping = parser.add_argument_group("grouping", "without these, requests are decided one at a time in order")
@@ -169,6 +168,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--continuous does not wait, so it takes no --batch-window-ms: choose one")
     if args.revision and is_local(args.model):
         args.revision = None  # an environment variable may be set for another model
+    try:
+        if args.api_key is None and (key := os.environ.get("BLINK_API_KEY")):
+            args.api_key = api_key(key)
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"BLINK_API_KEY {error}")
     try:
         args.temperature = _temperature(os.environ.get("BLINK_TEMPERATURE") or "1.0")
         _check_model(args.model)
