@@ -6,7 +6,6 @@ closed, so that bytes of one request are never read as another.
 """
 
 import contextlib
-import email.errors
 import gzip
 import io
 import json
@@ -42,12 +41,11 @@ MAX_LINE = 65_536
 DRAIN_BYTES = 1 << 20
 _LINGER_BYTES = 64 << 20
 _MAX_TRAILERS = 100
-# The parser also misses the parts of a multipart message, which are in the body and do not concern the head.
-_HEAD_DEFECTS = (
-    email.errors.FirstHeaderLineIsContinuationDefect,
-    email.errors.MisplacedEnvelopeHeaderDefect,
-    email.errors.MissingHeaderBodySeparatorDefect,
-)
+_MAX_HEADERS = 100
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_REQUEST_LINE = re.compile(_TOKEN + rb" [\x21-\x7e\x80-\xff]+ HTTP/[0-9.]+\r?\n")
+_HEADER = re.compile(_TOKEN + rb":[\t\x20-\x7e\x80-\xff]*\r?\n")
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[\t ]*(;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _POLL_LEFT = getattr(select, "POLLRDHUP", 0)
 
@@ -274,6 +272,26 @@ class Handler(BaseHTTPRequestHandler):
     def on_reply(self, status: int) -> None:
         """Called after each response, for logs and metrics."""
 
+    def parse_request(self) -> bool:
+        """Check the lines of the head, then leave them to the library, which would read a lone CR as a line's end."""
+        if not _REQUEST_LINE.fullmatch(self.raw_requestline):
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return False
+        lines = []
+        while (line := self._reader.readline(MAX_LINE + 1)) not in (b"\r\n", b"\n"):
+            if len(line) > MAX_LINE or len(lines) == _MAX_HEADERS:
+                self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+                return False
+            if not _HEADER.fullmatch(line):  # also where the client stops in the middle
+                self.send_error(HTTPStatus.BAD_REQUEST)
+                return False
+            lines.append(line)
+        self.rfile = io.BytesIO(b"".join(lines))
+        try:
+            return super().parse_request()
+        finally:
+            self.rfile = self._reader
+
     def handle_expect_100(self) -> bool:
         self._expects_continue = True  # answered only when the body is wanted
         return True
@@ -366,17 +384,14 @@ class Handler(BaseHTTPRequestHandler):
     def _frame_body(self) -> None:
         """Settle how long the body is: `_unread` bytes, or None for chunks."""
         self._unread = None
-        if any(isinstance(defect, _HEAD_DEFECTS) for defect in self.headers.defects):
-            self.close_connection = True
-            raise bad_framing("the header lines are not valid HTTP")
         lengths = self.headers.get_all("Content-Length", [])
-        codings = self.headers.get_all("Transfer-Encoding", [])
+        codings = [coding.strip(" \t").lower() for coding in self.headers.get_all("Transfer-Encoding", [])]
         if codings:
-            if lengths or self.request_version == "HTTP/1.0" or [c.strip().lower() for c in codings] != ["chunked"]:
+            if lengths or self.request_version == "HTTP/1.0" or codings != ["chunked"]:
                 self.close_connection = True
                 raise bad_framing("Transfer-Encoding should be 'chunked', without a Content-Length")
             return
-        if len(lengths) > 1 or not all(re.fullmatch(r"[0-9]{1,18}", length.strip()) for length in lengths):
+        if len(lengths) > 1 or not all(re.fullmatch(r"[0-9]{1,18}", length.strip(" \t")) for length in lengths):
             self.close_connection = True
             raise bad_framing("Content-Length should be one whole number")
         self._unread = int(lengths[0]) if lengths else 0
@@ -422,15 +437,18 @@ class Handler(BaseHTTPRequestHandler):
             if self._read_exactly(2) != b"\r\n":
                 raise bad_framing("a chunk is longer than its size")
         for _ in range(_MAX_TRAILERS):
-            if self.rfile.readline(MAX_LINE) in (b"\r\n", b"\n", b""):
+            line = self.rfile.readline(MAX_LINE)
+            if line == b"\r\n":
                 return bytes(body)
+            if not _HEADER.fullmatch(line):
+                raise bad_framing("a trailer is not valid HTTP")
         raise bad_framing("too many trailers")
 
     def _chunk_size(self) -> int:
-        digits = self.rfile.readline(MAX_LINE).split(b";")[0].strip()
-        if not re.fullmatch(rb"[0-9A-Fa-f]{1,16}", digits):
+        line = _CHUNK_SIZE.fullmatch(self.rfile.readline(MAX_LINE))
+        if line is None:
             raise bad_framing("a chunk size should be a hexadecimal number")
-        return int(digits, 16)
+        return int(line[1], 16)
 
     def _discard_unread(self) -> None:
         """Read past a body nobody wanted, or linger so that closing does not take the response back."""
