@@ -277,7 +277,7 @@ class Handler(BaseHTTPRequestHandler):
         if not _REQUEST_LINE.fullmatch(self.raw_requestline):
             self.send_error(HTTPStatus.BAD_REQUEST)
             return False
-        lines = []
+        lines: list[bytes] = []
         while (line := self._reader.readline(MAX_LINE + 1)) not in (b"\r\n", b"\n"):
             if len(line) > MAX_LINE or len(lines) == _MAX_HEADERS:
                 self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
