@@ -40,6 +40,7 @@ LINGER_S = 2.0
 MAX_LINE = 65_536
 DRAIN_BYTES = 1 << 20
 _LINGER_BYTES = 64 << 20
+_MAX_REFUSALS = 64
 _MAX_TRAILERS = 100
 _MAX_HEADERS = 100
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
@@ -115,6 +116,7 @@ class Server(ThreadingHTTPServer):
         self.address_family = family
         self.stopping = False
         self._slots = slots
+        self._refusals = threading.Semaphore(_MAX_REFUSALS)
         self._in_flight = 0
         self._lock = threading.Lock()
         super().__init__(address, handler)
@@ -128,11 +130,7 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(blocking=False):
-            refused = error_reply(wire.busy("too many connections"))
-            with contextlib.suppress(OSError):
-                request.settimeout(1.0)
-                request.sendall(_response_bytes(refused, new_request_id(), close=True))
-            self.shutdown_request(request)
+            self._refuse(request)
             return
         try:
             super().process_request(request, client_address)
@@ -145,6 +143,27 @@ class Server(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._slots.release()
+
+    def _refuse(self, request: socket.socket) -> None:
+        refused = error_reply(wire.busy("too many connections"))
+        with contextlib.suppress(OSError):
+            request.settimeout(1.0)
+            request.sendall(_response_bytes(refused, new_request_id(), close=True))
+        if not self._refusals.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            threading.Thread(target=self._refused, args=(request,), daemon=True).start()
+        except RuntimeError:  # no thread to be had
+            self._refusals.release()
+            self.shutdown_request(request)
+
+    def _refused(self, request: socket.socket) -> None:
+        try:
+            _see_off(request)
+        finally:
+            self._refusals.release()
+            self.shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log_fault("a connection failed", sys.exc_info()[1])
@@ -451,7 +470,7 @@ class Handler(BaseHTTPRequestHandler):
         return int(line[1], 16)
 
     def _discard_unread(self) -> None:
-        """Read past a body nobody wanted, or linger so that closing does not take the response back."""
+        """Read past a body nobody wanted, or a part of it before closing."""
         if not self.close_connection:
             self._input.deadline = time.monotonic() + BODY_S
             while self._unread:
@@ -461,12 +480,18 @@ class Handler(BaseHTTPRequestHandler):
                     return
                 self._unread -= len(data)
         elif self._unread != 0:
-            self._input.deadline = time.monotonic() + LINGER_S
-            with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_WR)
-                for _ in range(_LINGER_BYTES // MAX_LINE):
-                    if not self._reader.read1(MAX_LINE):
-                        return
+            _see_off(self.connection)
+
+
+def _see_off(connection: socket.socket) -> None:
+    """Read for a while what a client still sends: closing before that would take the response back."""
+    deadline = time.monotonic() + LINGER_S
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_WR)
+        for _ in range(_LINGER_BYTES // MAX_LINE):
+            connection.settimeout(max(0.0, deadline - time.monotonic()))
+            if not connection.recv(MAX_LINE):
+                return
 
 
 def _too_large(limit: int) -> BlinkError:
