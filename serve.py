@@ -615,7 +615,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     args = parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    for name in ("httpx", "huggingface_hub", "urllib3", "filelock"):
+    for name in ("httpx", "huggingface_hub", "urllib3", "filelock", "torch"):
         logging.getLogger(name).setLevel(logging.WARNING)
     if is_local(args.model):
         go_offline()
@@ -653,7 +653,11 @@ def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[]
     log.info("loading %s; %s/healthz tells when it is ready", service.name, address)
     try:
         start(lambda: stop.put(None))
-    except StartError as error:
+    except BaseException as error:
+        if not stop.empty():  # a signal: what it raised in the middle of an import may end as any other error
+            return 0
+        if not isinstance(error, StartError):
+            raise
         print(f"blink: {error}", file=sys.stderr)
         return 1
     facts = service.facts
