@@ -1,167 +1,270 @@
-"""Real processes from start to end: signals, draining, a worker that dies, many clients at once."""
+"""Real processes from start to end: loading, signals, draining, a worker that dies."""
 
+import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from servers import ROOT, RunningServer, StartServer, free_port
+from test_transport import BODY, HEALTH, answers, post, running, wait_until
 
-QUESTIONS = {
-    "late": {"type": "noul", "instructions": "Is it late?"},
-    "kind": {"type": "choice", "criteria": {"boat": "a boat", "gate": "a gate", "bill": None}},
-}
+import serve
 
-
-def body(number: int) -> bytes:
-    return json.dumps({"state": f"case {number}: {'word ' * (number % 17)}", "questions": QUESTIONS}).encode()
-
-
-def ask(connection: HTTPConnection, number: int) -> tuple[int, Any]:
-    connection.request("POST", "/v1/systemone", body(number))
-    answer = connection.getresponse()
-    return answer.status, json.loads(answer.read())
-
-
-def numbers(answer: Any) -> list[float]:
-    answers = answer["answers"]
-    return [answers["late"]["noul"], *answers["kind"]["probabilities"].values()]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_idle_server_ends_with_0(start_server: StartServer, number: int) -> None:
-    with start_server() as running:
-        running.process.send_signal(number)
-        assert running.process.wait(60) == 0
-
-
-def test_a_loading_server_ends_with_0(start_server: StartServer) -> None:
-    with start_server(wait=False) as running:
-        deadline = time.monotonic() + 60
-        while "loading" not in running.stderr:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(60) == 0
-
-
-def test_loading_is_503_with_progress(start_server: StartServer) -> None:
-    with start_server(wait=False) as running:
-        seen = []
-        while not seen or seen[-1][0] != 200:
-            assert running.process.poll() is None
-            try:
-                with urllib.request.urlopen(f"{running.url}/healthz", timeout=30) as answer:
-                    seen.append((answer.status, json.load(answer)))
-            except urllib.error.HTTPError as error:
-                seen.append((error.code, json.load(error)))
-            except OSError:
-                time.sleep(0.01)
-        loading = [health for status, health in seen if status == 503]
-        assert loading
-        assert all(not health["ok"] and health["status"] == "loading" for health in loading)
-        progress = [health["progress"] for health in loading]
-        assert progress == sorted(progress)
-
-
-def test_stopping_under_load_loses_nothing(start_server: StartServer) -> None:
-    with start_server("--continuous") as running:
-        statuses: list[int] = []
-        lost: list[int] = []
-        signalled = threading.Event()
-
-        def client(first: int) -> None:
-            connection = HTTPConnection("127.0.0.1", running.port, timeout=60)
-            for number in range(first, first + 10_000):
-                sent_before = not signalled.is_set()
-                try:
-                    statuses.append(ask(connection, number)[0])
-                except OSError:
-                    if sent_before and not signalled.is_set():
-                        lost.append(number)
-                    return
-                except Exception:  # the connection ended between two requests
-                    return
-
-        threads = [threading.Thread(target=client, args=(i * 10_000,)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        while len(statuses) < 60:
-            time.sleep(0.01)
-        running.process.send_signal(signal.SIGTERM)
-        time.sleep(0.01)
-        signalled.set()
-        assert running.process.wait(60) == 0
-        for thread in threads:
-            thread.join(60)
-        assert not lost
-        assert set(statuses) <= {200, 503}
-        assert statuses.count(200) >= 60
-
-
-def test_a_dead_worker_ends_the_process(tiny_qwen35: Path, tmp_path: Path) -> None:
-    script = tmp_path / "dying.py"
-    script.write_text(
-        f"""
-import sys
+# A server around an engine that the test holds: it scores once a line comes in, and dies if that line says so.
+DRIVER = f"""
+import sys, threading
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import serve
 from batcher import Batcher
 from test_batcher import GatedEngine
 
-args = serve.parse_args(["--model", {str(tiny_qwen35)!r}, "--port", sys.argv[1]])
-service = serve.Service(name="m", api_key=None, max_body_bytes=4096, max_connections=8, request_timeout_s=60)
+args = serve.parse_args(["--model", "mini", "--port", sys.argv[1]])
+service = serve.Service(name="m", api_key=None, max_body_bytes=4096, max_connections=32, request_timeout_s=60)
+engine = GatedEngine()
+
+def await_word():
+    word = sys.stdin.readline().strip()
+    def fault(batch):
+        if word == "die":
+            raise SystemExit("the engine is gone")
+    engine.fault = fault
+    engine.gate.set()
 
 def start(on_death):
-    engine = GatedEngine()
-    engine.gate.set()
-    def fault(batch):
-        raise SystemExit("the engine is gone")
-    engine.fault = fault
+    threading.Thread(target=await_word, daemon=True).start()
     service.decider = Batcher(engine, on_death=on_death)
     service.status = "ok"
 
 sys.exit(serve.run(service, args, start))
 """
-    )
+
+
+class Driven(NamedTuple):
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+    def health(self) -> dict[str, Any]:
+        with self.connect() as connection:
+            connection.sendall(HEALTH)
+            health: dict[str, Any] = json.loads(answers(connection, 1)[0][2])
+        return health
+
+    def say(self, word: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word.encode() + b"\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def driven(tmp_path: Path) -> Iterator[Driven]:
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
     port = free_port()
-    process = subprocess.Popen([sys.executable, str(script), str(port)], stderr=subprocess.PIPE, text=True)
-    running = RunningServer(process, port, tmp_path / "log")
-    running.wait_ready()
-    status, answer = ask(HTTPConnection("127.0.0.1", port, timeout=60), 1)
-    assert status == 503
-    assert answer["detail"]["error_type"] == "overloaded_error"
-    assert process.wait(60) == 1
-    assert process.stderr is not None
-    assert "the decision worker died" in process.stderr.read()
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, str(script), str(port)], stdin=subprocess.PIPE, stderr=log)
+    try:
+        made = Driven(process, port, tmp_path / "log")
+        RunningServer(process, port, made.log).wait_ready()
+        yield made
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def test_many_clients_get_their_own_answers(server: RunningServer, start_server: StartServer) -> None:
-    alone = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    expected = {number: numbers(ask(alone, number)[1]) for number in range(60)}
-    assert len({round(values[0], 3) for values in expected.values()}) > 20
+@contextlib.contextmanager
+def waiting(server: Driven, count: int) -> Iterator[list[socket.socket]]:
+    """Connections with a request each: the first is in the pass, the others wait."""
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(server.connect()) for _ in range(count)]
+        for connection in connections:
+            connection.sendall(post())
+        wait_until(lambda: server.health()["queue"]["queued"] == count - 1)
+        yield connections
 
-    for flags, grouped in ((), False), (("--batch-window-ms", "5"), True), (("--continuous",), True):
-        with start_server(*flags, "--max-queued-requests", "128") as running:
 
-            def one(number: int, port: int = running.port) -> tuple[int, int, Any]:
-                return number, *ask(HTTPConnection("127.0.0.1", port, timeout=120), number)
+# --- a real server ---------------------------------------------------------------------------------------------------
 
-            with ThreadPoolExecutor(24) as pool:
-                for number, status, answer in pool.map(one, [n % 60 for n in range(240)]):
-                    assert status == 200
-                    assert numbers(answer) == pytest.approx(expected[number], abs=1e-4)
-            with urllib.request.urlopen(f"{running.url}/metrics", timeout=60) as metrics:
-                lines = dict(line.rsplit(" ", 1) for line in metrics.read().decode().splitlines() if line[0] != "#")
-            passes, requests = (float(lines[f"blink_batch_requests_{name}"]) for name in ("count", "sum"))
-            assert requests == 240
-            assert (passes < 200) == grouped
+
+def wait_for_health(server: RunningServer, condition: Callable[[dict[str, Any]], bool]) -> list[tuple[int, Any]]:
+    """What `/healthz` said until the condition held."""
+    seen: list[tuple[int, Any]] = []
+    while not seen or not condition(seen[-1][1]):
+        assert server.process.poll() is None, server.stderr
+        connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+        with contextlib.suppress(OSError):
+            connection.request("GET", "/healthz")
+            answer = connection.getresponse()
+            assert answer.headers["Retry-After"] == (None if answer.status == 200 else "1")
+            seen.append((answer.status, json.loads(answer.read())))
+        connection.close()
+        time.sleep(0.02)
+    return seen
+
+
+def test_from_loading_to_the_end(start_server: StartServer) -> None:
+    with start_server(wait=False) as server:
+        wait_for_health(server, lambda health: True)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as early:
+            early.sendall(post())
+            status, headers, body = answers(early, 1)[0]
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert "loading" in json.loads(body)["error"]
+            seen = wait_for_health(server, lambda health: health["ok"])
+            *loading, (ready, health) = seen
+            assert loading
+            assert all((code, told["ok"], told["status"]) == (503, False, "loading") for code, told in loading)
+            progress = [told["progress"] for _, told in loading]
+            assert progress == sorted(progress)
+            assert 0 <= progress[0] <= progress[-1] <= 1
+            assert (ready, health["status"], "progress" in health) == (200, "ok", False)
+            early.sendall(post())
+            assert answers(early, 1)[0][0] == 200
+            server.process.send_signal(signal.SIGTERM)  # `early` stays open and says nothing more
+            assert server.process.wait(60) == 0
+        assert "Traceback" not in server.stderr
+
+
+@pytest.mark.parametrize(("number", "progress"), [(signal.SIGTERM, 0.0), (signal.SIGINT, 0.3)])
+def test_a_loading_server_ends_with_0_and_leaves_nothing(
+    start_server: StartServer, tmp_path: Path, number: int, progress: float
+) -> None:
+    with start_server(wait=False, env={"TMPDIR": str(tmp_path)}) as server:
+        wait_for_health(server, lambda health: health["ok"] or health["progress"] >= progress)
+        server.process.send_signal(number)
+        assert server.process.wait(60) == 0, server.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+class Sent(NamedTuple):
+    """A request of the test below: when it had been sent whole, and its status or how its connection ended."""
+
+    at: float
+    outcome: int | str
+
+
+def test_stopping_under_load_answers_what_was_sent(start_server: StartServer) -> None:
+    sent: list[Sent] = []
+
+    def client(port: int) -> None:
+        """Ask again and again over one connection after another until none is to be had."""
+        while True:
+            try:
+                connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+            except ConnectionRefusedError:
+                return
+            with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                for _ in range(5):
+                    connection.sendall(post())
+                    at = time.monotonic()
+                    outcome, closes = receive(connection)
+                    sent.append(Sent(at, outcome))
+                    if closes:
+                        break
+
+    def receive(connection: socket.socket) -> tuple[int | str, bool]:
+        try:
+            first = connection.recv(1, socket.MSG_PEEK)
+        except ConnectionResetError:
+            first = b""
+        if not first:
+            return "nothing", True
+        status, headers, _ = answers(connection, 1)[0]  # what has begun comes whole
+        return status, headers.get("connection") == "close"
+
+    with start_server("--continuous") as server, ThreadPoolExecutor(16) as pool:
+        clients = [pool.submit(client, server.port) for _ in range(16)]
+        wait_until(lambda: len(sent) >= 60 or any(one.done() for one in clients))
+        signalled = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        for one in clients:
+            one.result(60)
+        assert server.process.wait(60) == 0
+        assert "Traceback" not in server.stderr
+    before = [outcome for at, outcome in sent if at < signalled]
+    assert len(before) >= 60
+    assert set(before) <= {200, 503}
+    assert {outcome for _, outcome in sent} <= {200, 503, "nothing"}
+
+
+# --- an engine that the test holds -----------------------------------------------------------------------------------
+
+
+def test_draining_finishes_what_waits_whatever_signals_come(driven: Driven) -> None:
+    with driven.connect() as idle, driven.connect() as silent, waiting(driven, 4) as connections:
+        for connection in (idle, silent):
+            connection.sendall(HEALTH)
+            assert answers(connection, 1)[0][0] == 200
+        for number in (signal.SIGTERM, signal.SIGINT) * 500:
+            driven.process.send_signal(number)
+        wait_until(lambda: refused(driven.port))
+        idle.sendall(HEALTH)
+        status, headers, body = answers(idle, 1)[0]
+        assert (status, json.loads(body)["status"], headers["connection"]) == (503, "draining", "close")
+        assert driven.process.poll() is None
+        driven.say("score")
+        for connection in connections:
+            status, headers, _ = answers(connection, 1)[0]
+            assert (status, headers["connection"]) == (200, "close")
+        assert driven.process.wait(60) == 0
+    assert "Traceback" not in driven.log.read_text()
+
+
+def refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_a_dead_worker_answers_what_waits_and_ends_the_process(driven: Driven) -> None:
+    with waiting(driven, 4) as connections:
+        driven.say("die")
+        for connection in connections:
+            status, headers, body = answers(connection, 1)[0]
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert json.loads(body)["detail"]["error_type"] == "overloaded_error"
+        assert driven.process.wait(60) == 1
+    log = driven.log.read_text()
+    assert "the decision worker died" in log
+    assert "Traceback" not in log
+    assert "fog" in BODY.decode()
+    assert "fog" not in log
+
+
+def test_a_dead_worker_shows_in_health() -> None:
+    def fault(batch: Any) -> None:
+        raise SystemExit("the engine is gone")
+
+    with running() as made, made.connect() as connection:
+        made.engine.fault = fault
+        made.engine.gate.set()
+        connection.sendall(post() + HEALTH + post())
+        (first, *_), (health, headers, body), (second, _, refusal) = answers(connection, 3)
+        assert (first, health, headers["retry-after"], second) == (503, 503, "1", 503)
+        told = json.loads(body)
+        assert (told["ok"], told["status"], told["queue"]["worker_alive"]) == (False, "failed", False)
+        assert "failed" in json.loads(refusal)["error"]
+
+
+def test_draining_gives_up_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "DRAIN_S", 0.2)
+    with running() as made, made.connect() as connection:
+        connection.sendall(post())
+        assert made.engine.entered.acquire(timeout=20)
+        assert serve.drain(made.service, []) == 1
+        made.engine.gate.set()
+        assert answers(connection, 1)[0][0] == 200
