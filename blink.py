@@ -188,6 +188,14 @@ class TorchEngine:
         """The DeltaNet kernels in use."""
         return str(self._body.kernels)
 
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of device memory: `reserved` now and `peak`, the most ever in use; empty on a CPU."""
+        if self.device.type != "cuda":
+            return {}
+        reserved, peak = torch.cuda.memory_reserved(self.device), torch.cuda.max_memory_allocated(self.device)
+        return {"reserved": reserved, "peak": peak}
+
     def decide(self, state: Any, questions: Mapping[str, Any]) -> dict[str, Any]:
         """Answer questions about a state, as on the wire: `{"answers": ..., "meta": {"input_tokens": int, ...}}`.
 

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -346,6 +346,18 @@ class Metrics:
         self.questions = Counter("blink_questions", "Questions answered", registry=self.registry)
         Gauge("blink_queued_requests", "Requests that wait", registry=self.registry).set_function(queued)
 
+    def watch_memory(self, read: Callable[[], Mapping[str, int]]) -> None:
+        """Show what `read` tells: bytes of device memory by kind. Nothing on a CPU."""
+        if kinds := read():
+            help_text = "Device memory: reserved now, the most ever in use"
+            gauge = Gauge("blink_device_memory_bytes", help_text, ["kind"], registry=self.registry)
+            for kind in kinds:
+
+                def size(kind: str = kind) -> float:
+                    return read()[kind]
+
+                gauge.labels(kind).set_function(size)
+
     def on_batch(self, requests: int, tokens: int, seconds: float) -> None:
         self.batch_requests.observe(requests)
         self.batch_seconds.observe(seconds)
@@ -565,6 +577,7 @@ def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None
         on_batch=service.metrics.on_batch,
         on_death=on_death,
     )
+    service.metrics.watch_memory(lambda: engine.memory)
     service.max_queued = args.max_queued_requests
     if grouped:
         service.batching = {

@@ -148,7 +148,7 @@ def main() -> None:
         engine.keep_root(ROOT)
     engine.warm_up(None)
     ready = time.perf_counter()
-    rest = engine.memory
+    at_rest = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     report: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor(),
@@ -156,12 +156,13 @@ def main() -> None:
         "kernels": engine.kernels,
         "load_s": round(loaded - start, 1),
         "warm_up_s": round(ready - loaded, 1),
-        "at_rest_gib": round(rest.get("at_rest", 0) / 2**30, 2),
+        "at_rest_gib": round(at_rest / 2**30, 2),
         "rows": measure(engine, given.repeats, 0 if given.no_root else len(ROOT)),
     }
     if given.stalls:
         report["stalls"] = stalls(engine, given.stalls)
-    report["peak_gib"] = round(engine.memory.get("peak", 0) / 2**30, 2)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    report["peak_gib"] = round(peak / 2**30, 2)
     if given.profile:
         report["profile"] = profile(engine, given.profile)
     if given.json:

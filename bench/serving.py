@@ -18,10 +18,12 @@ import argparse
 import json
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -79,10 +81,7 @@ def sized(state_words: int) -> bytes:
 def stalls(url: str, requests: int = 200) -> dict[str, Any]:
     """Requests of random sizes one after the other: the slowest against the median of those about its size."""
     sizes = [int(10 ** random.uniform(0, 3.5)) for _ in range(requests)]
-    timed = []
-    for size in sizes:
-        row = run_once(url, sized(size))
-        timed.append((size, row))
+    timed = [(size, run_once(url, sized(size))[0]) for size in sizes]
     worst = 0.0
     for size, milliseconds in timed:
         near = [ms for other, ms in timed if 0.8 <= (other + 100) / (size + 100) <= 1.25]
@@ -90,14 +89,21 @@ def stalls(url: str, requests: int = 200) -> dict[str, Any]:
     return {"requests": requests, "worst_to_median": round(worst, 2), "max_ms": round(max(ms for _, ms in timed), 1)}
 
 
-def run_once(url: str, payload: bytes) -> float:
-    import urllib.request
+def longest(server: "Server", state_words: int = 120_000) -> dict[str, Any]:
+    """Three questions about a state near the context's end: tokens, milliseconds, device memory after it in GiB."""
+    questions = {f"q{i}": question for i, question in enumerate((choice(4), noul(), score()))}
+    payload = {"model": "jev-latest", "state": words(state_words), "questions": questions}
+    milliseconds, answer = run_once(server.url, json.dumps(payload).encode())
+    return {"input_tokens": answer["usage"]["input_tokens"], "ms": round(milliseconds), "gib": server.memory()}
 
+
+def run_once(url: str, payload: bytes) -> tuple[float, Any]:
+    """Milliseconds of one request over a connection of its own, and its answer."""
     request = urllib.request.Request(f"{url}/v1/systemone", data=payload)
     sent = time.perf_counter()
     with urllib.request.urlopen(request, timeout=300) as answer:
-        answer.read()
-    return (time.perf_counter() - sent) * 1e3
+        body = answer.read()
+    return (time.perf_counter() - sent) * 1e3, json.loads(body)
 
 
 class Server:
@@ -116,6 +122,13 @@ class Server:
 
     def __enter__(self) -> "Server":
         return self
+
+    def memory(self) -> dict[str, float]:
+        """GiB of device memory by kind, as `/metrics` tells."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+            text = answer.read().decode()
+        kinds = re.findall(r'^blink_device_memory_bytes\{kind="(\w+)"\} (\S+)', text, re.MULTILINE)
+        return {kind: round(float(size) / 2**30, 2) for kind, size in kinds}
 
     def __exit__(self, *exception: object) -> None:
         self._process.terminate()
@@ -184,6 +197,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="workloads to run, with commas")
     parser.add_argument("--ladder", action="store_true", help="also jevbench at 1 to 64 clients, for the plot")
     parser.add_argument("--stalls", action="store_true", help="also 200 requests of random sizes right after start")
+    parser.add_argument("--longest", action="store_true", help="also a state of 120,000 words with three questions")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--plot", type=Path, help="write latency against load here, needs --ladder and matplotlib")
     args = parser.parse_args()
@@ -206,12 +220,16 @@ def main() -> int:
         engines = [("blink", [])] + ([("plain", ["--engine", "reference"])] if args.plain else [])
         for label, flags in engines:
             with Server(args.model, flags) as server:
-                report["servers"].append({"server": label, "ready_s": server.ready_s, "facts": server.facts})
-                print(f"{label}: first answer {server.ready_s} s after start, {server.facts['engine']}", flush=True)
+                figures = {"server": label, "ready_s": server.ready_s, "at_rest_gib": server.memory()}
+                report["servers"].append(figures | {"facts": server.facts})
+                print(f"{figures} {server.facts['engine']}", flush=True)
                 if args.stalls:
                     report["servers"][-1]["stalls"] = stalls(server.url)
                     print(f"{label}: {report['servers'][-1]['stalls']}", flush=True)
                 add(server.url, alone, label)
+                if args.longest:
+                    report["servers"][-1]["longest"] = longest(server)
+                    print(f"{label}: {report['servers'][-1]['longest']}", flush=True)
             with Server(args.model, [*flags, "--continuous"]) as server:
                 add(server.url, crowds, label)
                 report["ladder"] += measure(server.url, ladder, args.seconds, label)

@@ -187,16 +187,6 @@ class Qwen35Engine:
             return "reference"
         return f"flash-linear-attention {version('flash-linear-attention')}"
 
-    @property
-    def memory(self) -> dict[str, int]:
-        """Bytes of device memory: held by the process's allocator now, and the most that was ever in use."""
-        if self.device.type != "cuda":
-            return {}
-        return {
-            "at_rest": torch.cuda.memory_reserved(self.device),
-            "peak": torch.cuda.max_memory_allocated(self.device),
-        }
-
     def _pass(self, plan: Plan) -> Tensor:
         usual = plan.starts_from(self._root.carry if self._root else None)
         if self._ladder is not None and usual:

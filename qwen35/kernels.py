@@ -25,6 +25,7 @@ from .weights import DeltaLayer, Geometry
 _solve_kernel: Any = _tuned_solve.fn.fn
 _products_kernel: Any = _tuned_products.fn.fn
 
+CONVOLUTION = {"ROWS": 16, "num_warps": 4}
 SOLVE = {"BK": 128, "num_warps": 1, "num_stages": 3}
 PRODUCTS = {"num_warps": 4, "num_stages": 3}
 STATE = {"BV": 32, "num_warps": 4, "num_stages": 3}
@@ -317,7 +318,7 @@ def attend(
 def _convolution_kernel(
     projected,
     inputs,
-    back,
+    before,
     chunk_rows,
     chunk_of,
     conv,
@@ -334,33 +335,39 @@ def _convolution_kernel(
     VALUE_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BT: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Programs of axis 1: one for each head of 128 channels, the last for decay and beta."""
-    chunk = tl.program_id(0)
-    head = tl.program_id(1)
+    """Axis 0: a program for each head of 128 channels, the last for decay and beta; axis 1: ROWS of a chunk each."""
+    head = tl.program_id(0)
+    chunk = tl.program_id(1) // (BT // ROWS)
+    first = tl.program_id(1) % (BT // ROWS) * ROWS
     count = tl.load(chunk_rows + 2 * chunk + 1)
-    if count == 0:
+    if first >= count:
         return
-    row = (tl.load(chunk_rows + 2 * chunk) + tl.arange(0, BT)).to(tl.int64)
-    inside = tl.arange(0, BT) < count
-    # Only a segment's first chunk looks over its border.
-    nth = tl.load(chunk_of + 2 * chunk + 1)
+    start = tl.load(chunk_rows + 2 * chunk).to(tl.int64)
     if head < 2 * KEY_HEADS + VALUE_HEADS:
-        column = head * SIZE + tl.arange(0, SIZE)
+        line = tl.arange(0, ROWS)
+        row = start + first + line
+        inside = first + line < count
         mask = inside[:, None]
-        acc = tl.load(projected + row[:, None] * ROW + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        column = head * SIZE + tl.arange(0, SIZE)
+        place = projected + row[:, None] * ROW + column[None, :]
+        acc = tl.load(place, mask=mask, other=0.0).to(tl.float32)
         acc *= tl.load(conv + 3 * CHANNELS + column).to(tl.float32)[None, :]
+        nth = tl.load(chunk_of + 2 * chunk + 1)
         for step in tl.static_range(3):
-            if nth > 0:
-                near = tl.load(projected + (row - 1 - step)[:, None] * ROW + column[None, :], mask=mask, other=0.0)
-            else:
-                source = tl.load(back + row * 3 + step, mask=inside, other=-1).to(tl.int64)
+            if nth + first > 0:
+                near = tl.load(place - (step + 1) * ROW, mask=mask, other=0.0)
+            else:  # the first rows of a segment look over its border
+                beyond = inside & (line <= step)
+                segment = tl.load(chunk_of + 2 * chunk)
+                source = tl.load(before + segment * 3 + step - line, mask=beyond, other=-1)
+                source = tl.where(beyond, source, row - 1 - step)
                 near = tl.load(
-                    projected + source[:, None] * ROW + column[None, :], mask=(source >= 0)[:, None], other=0.0
+                    projected + source[:, None] * ROW + column[None, :], mask=mask & (source >= 0)[:, None], other=0.0
                 )
-                if tl.min(source, axis=0) < -1:
-                    held = inputs + (-2 - source)[:, None] * CHANNELS + column[None, :]
-                    near += tl.load(held, mask=(source < -1)[:, None], other=0.0)
+                held = inputs + (-2 - source)[:, None] * CHANNELS + column[None, :]
+                near += tl.load(held, mask=(source < -1)[:, None], other=0.0)
             acc += near.to(tl.float32) * tl.load(conv + (2 - step) * CHANNELS + column).to(tl.float32)[None, :]
         acc *= tl.sigmoid(acc)
         width = tl.arange(0, SIZE)[None, :]
@@ -372,9 +379,10 @@ def _convolution_kernel(
                 tl.store(key + (row[:, None] * KEY_HEADS + head - KEY_HEADS) * SIZE + width, acc, mask=mask)
         else:
             tl.store(value + (row[:, None] * VALUE_HEADS + head - 2 * KEY_HEADS) * SIZE + width, acc, mask=mask)
-    else:
+    elif first == 0:
+        row = start + tl.arange(0, BT)
+        live = (tl.arange(0, BT) < count)[:, None]
         each = tl.arange(0, VALUE_HEADS)[None, :]
-        live = inside[:, None]
         pair = projected + row[:, None] * ROW + CHANNELS + VALUE_HEADS * SIZE + each
         place = row[:, None] * VALUE_HEADS + each
         b = tl.load(pair, mask=live, other=0.0).to(tl.float32)
@@ -517,10 +525,10 @@ def delta_net(
     value = projected.new_empty(rows, g.value_heads, g.value)
     decay = projected.new_empty(rows, g.value_heads, dtype=torch.float32)
     beta = torch.empty_like(decay)
-    _convolution_kernel[(shape.chunks, 2 * g.key_heads + g.value_heads + 1)](
+    _convolution_kernel[(2 * g.key_heads + g.value_heads + 1, shape.chunks * (CHUNK // CONVOLUTION["ROWS"]))](
         projected,
         inputs,
-        tables.back,
+        tables.before,
         tables.chunk_rows,
         tables.chunk_of,
         layer.conv,
@@ -533,8 +541,8 @@ def delta_net(
         beta,
         ROW=projected.stride(0),
         CHANNELS=g.channels,
-        num_warps=4,
         **heads,
+        **CONVOLUTION,
     )
     fla: dict[str, Any] = {"T": rows, "H": g.key_heads, "HV": g.value_heads, "K": g.key, "BT": CHUNK}
     fla |= {"cu_seqlens": tables.borders, "chunk_indices": tables.chunk_of, "USE_G": True, "IS_VARLEN": True}

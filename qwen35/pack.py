@@ -13,8 +13,10 @@ Nothing here knows tensors on a device: all tables are int32 and live in one buf
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,49 +181,55 @@ class Shape(NamedTuple):
         return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
 
 
+@lru_cache(maxsize=1024)
+def _layout(shape: Shape) -> tuple[int, dict[str, tuple[slice, tuple[int, ...]]]]:
+    """Length of the buffer, and where each table of a pass lies in it with what shape."""
+    segments = shape.trunks + shape.tails
+    sizes: dict[str, tuple[int, ...]] = {
+        "ids": (shape.tokens,),
+        "positions": (shape.tokens,),
+        "borders": (segments + 2,),
+        "before": (segments + 1, WINDOW),
+        "chunk_rows": (shape.chunks, 2),
+        "chunk_of": (shape.chunks, 2),
+        "first_chunk": (segments + 1,),
+        "enter": (segments + 1,),
+        "leave": (segments + 1,),
+        "tiles": (shape.tiles, len(TILE)),
+        "last_tiles": (shape.reads, len(TILE)),
+        "reads": (shape.reads,),
+    }
+    offset, places = 0, {}
+    for name, size in sizes.items():
+        places[name] = (slice(offset, offset + math.prod(size)), size)
+        # Kernels are compiled for 16-byte aligned pointers: an odd table would be a new compilation.
+        offset += -(-math.prod(size) // 4) * 4
+    return offset, places
+
+
 class Tables:
     """The integer tables of one pass, views into one int32 buffer (a numpy array or a tensor).
 
-    ids, positions [tokens]; back [tokens, 3]: the row of the input 1, 2, 3 steps before, NOTHING before the start,
-    -2 - r for row r of the carried inputs. borders [trunks + tails + 2]: where each segment starts, closed by an
-    empty segment that unused chunks point to; chunk_rows [chunks, 2]: first row and length; chunk_of [chunks, 2]:
-    segment and chunk within it; first_chunk [trunks + tails + 1]; enter, leave [trunks + tails + 1]: the state slot a
-    segment starts from (NOTHING: zeros, -2 - c: the state of carry c) and leaves its state in. tiles [tiles, 8] and
-    last_tiles [reads, 8]: see `TILE`. reads [reads].
+    ids, positions [tokens]. borders [trunks + tails + 2]: where each segment starts, closed by an empty segment that
+    unused chunks point to; before [trunks + tails + 1, 3]: the row of the input 1, 2, 3 steps before a segment,
+    NOTHING before the start, -2 - r for row r of the carried inputs; chunk_rows [chunks, 2]: first row and length;
+    chunk_of [chunks, 2]: segment and chunk within it; first_chunk [trunks + tails + 1]; enter, leave [trunks + tails
+    + 1]: the state slot a segment starts from (NOTHING: zeros, -2 - c: the state of carry c) and leaves its state in.
+    tiles [tiles, 8] and last_tiles [reads, 8]: see `TILE`. reads [reads].
     """
 
     def __init__(self, shape: Shape, tile: int, buffer: Any | None = None) -> None:
-        segments = shape.trunks + shape.tails
-        sizes: dict[str, tuple[int, ...]] = {
-            "ids": (shape.tokens,),
-            "positions": (shape.tokens,),
-            "back": (shape.tokens, WINDOW),
-            "borders": (segments + 2,),
-            "chunk_rows": (shape.chunks, 2),
-            "chunk_of": (shape.chunks, 2),
-            "first_chunk": (segments + 1,),
-            "enter": (segments + 1,),
-            "leave": (segments + 1,),
-            "tiles": (shape.tiles, len(TILE)),
-            "last_tiles": (shape.reads, len(TILE)),
-            "reads": (shape.reads,),
-        }
-        offset, views = 0, {}
-        for name, size in sizes.items():
-            views[name] = (offset, size)
-            # Kernels are compiled for 16-byte aligned pointers: an odd table would be a new compilation.
-            offset += -(-int(np.prod(size)) // 4) * 4
         self.shape = shape
         self.tile = tile
-        self.length = offset
-        self.buffer = np.zeros(offset, dtype=np.int32) if buffer is None else buffer
-        for name, (start, size) in views.items():
-            setattr(self, name, self.buffer[start : start + int(np.prod(size))].reshape(size))
+        self.length, places = _layout(shape)
+        self.buffer = np.zeros(self.length, dtype=np.int32) if buffer is None else buffer
+        for name, (place, size) in places.items():
+            setattr(self, name, self.buffer[place].reshape(size))
 
     ids: Any
     positions: Any
-    back: Any
     borders: Any
+    before: Any
     chunk_rows: Any
     chunk_of: Any
     first_chunk: Any
@@ -311,7 +319,7 @@ class Plan:
         base[tail_at] = np.array([share.stop for share in self.shares], dtype=np.int32)[self._parent]
 
         self._fill_tokens(out, lengths, base)
-        self._fill_back(out, lengths, tail_at)
+        self._fill_before(out, tail_at)
 
         number = np.arange(trunks, dtype=np.int32)
         out.enter[:] = NOTHING
@@ -361,26 +369,18 @@ class Plan:
         of, nth = _spread(lengths)
         out.positions[:used] = base[of] + nth
 
-    def _fill_back(self, out: Tables, lengths: Ints, tail_at: npt.NDArray[np.intp]) -> None:
-        """Rows of the inputs 1, 2 and 3 steps before each token, across the border to the trunk or the carry."""
+    def _fill_before(self, out: Tables, tail_at: npt.NDArray[np.intp]) -> None:
+        """Rows of the inputs before each segment: the end of a tail's trunk, or of what the trunk continues."""
         trunks = self.shape.trunks
         steps = np.arange(1, WINDOW + 1, dtype=np.int32)
-        before = np.full((len(lengths), WINDOW), NOTHING, dtype=np.int32)
+        out.before[:] = NOTHING
         carry = self._carry[:, None]
-        before[:trunks] = np.where(carry >= 0, -2 - (carry * WINDOW + WINDOW - steps), NOTHING)
+        out.before[:trunks] = np.where(carry >= 0, -2 - (carry * WINDOW + WINDOW - steps), NOTHING)
         length = self._trunk_lengths[self._parent][:, None]
         beyond = np.clip(steps - length - 1, 0, WINDOW - 1)
-        inherited = np.take_along_axis(before[:trunks][self._parent], beyond, axis=1)
+        inherited = np.take_along_axis(out.before[:trunks][self._parent], beyond, axis=1)
         ends = (out.borders[:-1][self._parent])[:, None] + length
-        before[tail_at] = np.where(steps <= length, ends - steps, inherited)
-
-        of, nth = _spread(lengths)
-        row = np.arange(self.shape.tokens, dtype=np.int32)[:, None]
-        missing = np.clip(steps - nth[:, None] - 1, 0, WINDOW - 1)
-        out.back[: self.shape.tokens] = np.where(
-            steps <= nth[:, None], row - steps, np.take_along_axis(before[of], missing, axis=1)
-        )
-        out.back[self.shape.tokens :] = NOTHING
+        out.before[tail_at] = np.where(steps <= length, ends - steps, inherited)
 
     def _fill_chunks(self, out: Tables, lengths: Ints, starts: Ints) -> None:
         chunks = -(-lengths // CHUNK)

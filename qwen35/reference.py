@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as published
 
 from .forward import Held
-from .pack import NOTHING, Tables
+from .pack import NOTHING, WINDOW, Tables
 from .weights import DeltaLayer, Geometry
 
 # transformers swaps this function for fla's kernel wherever fla imports, also for tensors on the CPU.
@@ -85,18 +85,20 @@ def delta_net(
     """Convolution, gated delta rule and gated norm over every segment.
 
     projected: [rows, channels + value width + 2 * value heads]; inputs: [carried rows, channels], the convolution's
-    earlier inputs that `tables.back` points to; entered: [carries, value heads, key, value] float32; states: [slots,
+    earlier inputs that `tables.before` points to; entered: [carries, value heads, key, value] float32; states: [slots,
     value heads, key, value] float32, entered and left as the tables say. Returns [rows, value heads * value size];
     rows of no segment hold anything.
     """
     g, rows = geometry, len(projected)
     width = g.key_heads * g.key
     taken = projected[:, : g.channels]
-    zero = taken.new_zeros(1, g.channels)
-    row = tables.back.long()
-    index = torch.where(row >= 0, row, torch.where(row == -1, rows, rows - 1 - row))
-    window = torch.cat([taken, zero, inputs])[index]  # [rows, 3, channels], newest first
-    mixed = taken * layer.conv[-1] + (window * layer.conv[:-1].flip(0)).sum(1)
+    everything = torch.cat([taken, taken.new_zeros(1, g.channels), inputs])
+    borders = tables.borders.tolist()
+    mixed = torch.zeros_like(taken)
+    for start, stop, before in zip(borders, borders[1:], tables.before.tolist(), strict=False):
+        earlier = [row if row >= 0 else rows if row == NOTHING else rows - 1 - row for row in reversed(before)]
+        joined = torch.cat([everything[earlier], taken[start:stop]])
+        mixed[start:stop] = sum(joined[k : k + stop - start] * layer.conv[k] for k in range(WINDOW + 1))
     mixed = F.silu(mixed)
     query = mixed[:, :width].view(rows, g.key_heads, g.key)
     key = mixed[:, width : 2 * width].view(rows, g.key_heads, g.key)
@@ -108,7 +110,6 @@ def delta_net(
     query, key = query.repeat_interleave(repeats, 1), key.repeat_interleave(repeats, 1)
 
     out = torch.zeros_like(value)
-    borders = tables.borders.tolist()
     for segment, (enter, leave) in enumerate(zip(tables.enter.tolist(), tables.leave.tolist(), strict=True)):
         span = slice(borders[segment], borders[segment + 1])
         if span.start == span.stop:

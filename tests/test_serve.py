@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from servers import KEY, ROOT, RunningServer, StartServer
 
 import serve
@@ -262,6 +263,16 @@ def test_metrics_timing_and_quiet_logs(start_server: StartServer) -> None:
         }
         assert "/v1/systemone 200" in running.stderr
         assert "secret" not in running.stderr
+
+
+def test_device_memory_is_shown_where_there_is_any() -> None:
+    sizes = {"reserved": 7}
+    metrics, without = serve.Metrics(lambda: 0), serve.Metrics(lambda: 0)
+    metrics.watch_memory(lambda: sizes)
+    without.watch_memory(dict)
+    sizes["reserved"] = 9
+    assert metrics.registry.get_sample_value("blink_device_memory_bytes", {"kind": "reserved"}) == 9
+    assert "device_memory" not in generate_latest(without.registry).decode()
 
 
 def test_no_access_lines_by_default(server: RunningServer) -> None:

@@ -35,18 +35,20 @@ def test_every_token_is_in_one_segment_chunk_and_tile(mix: list[tuple[int, list[
 
 @given(mix=mixes)
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_back_rows_are_the_prompts_earlier_tokens(mix: list[tuple[int, list[int]]]) -> None:
+def test_rows_before_a_segment_are_its_prompts_earlier_tokens(mix: list[tuple[int, list[int]]]) -> None:
     plan = plan_of(mix)
     tables = plan.tables()
     row_of = {int(token): row for row, token in enumerate(tables.ids)}
-    for share in plan.shares:
-        trunk = share.part.trunk.tolist()
-        for prompt in [trunk, *(trunk + tail.tolist() for tail in share.part.tails)]:
-            for at, token in enumerate(prompt):
-                row = row_of[token]
-                assert tables.positions[row] == at
-                expected = [row_of[prompt[at - step]] if at >= step else NOTHING for step in (1, 2, 3)]
-                assert tables.back[row].tolist() == expected
+    tail = len(plan.shares)
+    for trunk, share in enumerate(plan.shares):
+        assert tables.before[trunk].tolist() == [NOTHING] * 3
+        ids = share.part.trunk.tolist()
+        for own in share.part.tails:
+            prompt = ids + own.tolist()
+            assert [tables.positions[row_of[token]] for token in prompt] == list(range(len(prompt)))
+            expected = [row_of[ids[-step]] if len(ids) >= step else NOTHING for step in (1, 2, 3)]
+            assert tables.before[tail].tolist() == expected
+            tail += 1
 
 
 @given(mix=mixes, spare=st.integers(0, 50))
@@ -56,8 +58,10 @@ def test_wider_tables_say_the_same(mix: list[tuple[int, list[int]]], spare: int)
     exact, wide = plan.tables(), plan.tables(Shape(*(n + spare for n in plan.shape)))
     n = plan.shape
     assert (wide.ids[: n.tokens] == exact.ids).all()
-    assert (wide.back[: n.tokens] == exact.back).all()
-    assert (wide.back[n.tokens :] == NOTHING).all()
+    places = [*range(n.trunks), *range(n.trunks + spare, n.trunks + spare + n.tails)]
+    shift = [at for at in range(len(wide.before)) if at not in places]
+    assert (wide.before[places] == exact.before[:-1]).all()
+    assert (wide.before[shift] == NOTHING).all()
     assert (wide.reads[: n.reads] == exact.reads).all()
     assert (wide.tiles[: n.tiles] == exact.tiles).all()
     assert not wide.tiles[n.tiles :].any()
