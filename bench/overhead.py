@@ -77,9 +77,10 @@ class InstantEngine:
 def serve_instant(folder: Path, port: int) -> int:
     import serve
     from batcher import Batcher
+    from service import Service
 
     args = serve.parse_args(["--model", str(folder), "--port", str(port), "--continuous", "--log-level", "error"])
-    service = serve.Service(
+    service = Service(
         name="instant",
         api_key=None,
         max_body_bytes=args.max_body_bytes,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from test_batcher import GatedEngine
 
-import serve
 import transport
 from batcher import Batcher
+from service import DecisionHandler, Service
 
 BODY = json.dumps({"state": "fog", "questions": {"q": {"type": "noul", "instructions": "?"}}}).encode()
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -24,7 +24,7 @@ HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 class Running:
     port: int
     engine: GatedEngine
-    service: serve.Service
+    service: Service
     batcher: Batcher
 
     def connect(self) -> socket.socket:
@@ -34,12 +34,12 @@ class Running:
 @contextlib.contextmanager
 def running(max_connections: int = 64, max_queued: int = 64, timeout_s: float = 30) -> Iterator[Running]:
     engine = GatedEngine()
-    service = serve.Service(
+    service = Service(
         name="m", api_key=None, max_body_bytes=4096, max_connections=max_connections, request_timeout_s=timeout_s
     )
     batcher = Batcher(engine, max_queued=max_queued)
     service.decider, service.status = batcher, "ok"
-    handler = type("Bound", (serve.DecisionHandler,), {"service": service})
+    handler = type("Bound", (DecisionHandler,), {"service": service})
     servers = transport.listen("127.0.0.1", 0, handler, max_connections=max_connections)
     for server in servers:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
@@ -102,7 +102,7 @@ def test_requests_share_a_connection_in_order(free: Running) -> None:
 
 def test_idle_connections_outlive_those_of_clients() -> None:
     assert transport.IDLE_S > 30
-    assert serve.DecisionHandler.protocol_version == "HTTP/1.1"
+    assert DecisionHandler.protocol_version == "HTTP/1.1"
 
 
 def test_responses_are_written_at_once(free: Running, monkeypatch: pytest.MonkeyPatch) -> None:
