@@ -25,7 +25,8 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from service import DecisionHandler, Service
+import page
+from service import Service, handler_for
 from transport import Server, listen
 
 log = logging.getLogger("blink")
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _OneLineParser(
         prog="blink-serve",
         description="Answer typed questions about a state with probabilities, from one forward pass of a local model. "
-        "Serves POST /v1/systemone, GET /v1/models, /healthz and /metrics.",
+        "Serves POST /v1/systemone, GET /v1/models, /healthz, /metrics and a page to try it at /.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -128,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         type=api_key,  # not with its environment variable as the default, which --help shows
         help="ask clients for this Bearer key; open to all if not given; env BLINK_API_KEY",
     )
+    address.add_argument("--no-page", action="store_true", help="serve no page at / to try the model in a browser")
     grouping = parser.add_argument_group("grouping", "without these, requests are decided one at a time in order")
     grouping.add_argument(
         "--batch-window-ms",
@@ -395,6 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_connections=args.max_connections,
         request_timeout_s=args.request_timeout_s,
         access_log=args.access_log,
+        page=None if args.no_page else page.load(),
     )
     return run(service, args, lambda on_death: load(service, args, on_death))
 
@@ -410,9 +413,8 @@ def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[]
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    handler = type("BoundHandler", (DecisionHandler,), {"service": service})
     try:
-        servers = listen(args.host, args.port, handler, max_connections=args.max_connections)
+        servers = listen(args.host, args.port, handler_for(service), max_connections=args.max_connections)
     except OSError as error:
         print(f"blink: cannot listen on {args.host} port {args.port}: {error.strerror or error}", file=sys.stderr)
         return 1

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 import wire
+from page import Page
 from transport import Handler, Reply, json_reply
 
 log = logging.getLogger("blink")
@@ -115,6 +116,7 @@ class Service:
     max_connections: int
     request_timeout_s: float
     access_log: bool = False
+    page: Page | None = None
     status: str = "loading"
     progress: float = 0.0
     decider: Decider | None = None
@@ -177,10 +179,10 @@ class Service:
 
 
 class DecisionHandler(Handler):
-    """The routes. A server binds it to its `Service` by subclassing."""
+    """The routes. `handler_for` binds it to a `Service`."""
 
     service: ClassVar[Service]
-    routes: ClassVar = {
+    routes: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "/v1/systemone": {"POST": "post_systemone"},
         "/v1/models": {"GET": "get_models"},
         "/healthz": {"GET": "get_health"},
@@ -225,11 +227,16 @@ class DecisionHandler(Handler):
         health = self.service.health()
         return json_reply(200 if health["ok"] else 503, health, {} if health["ok"] else {"Retry-After": "1"})
 
+    def get_page(self) -> Reply:
+        page = self.service.page
+        assert page is not None  # else there is no route to it
+        return Reply(200, page.body, page.headers, "text/html; charset=utf-8")
+
     def get_metrics(self) -> Reply:
         return Reply(200, generate_latest(self.service.metrics.registry), content_type=CONTENT_TYPE_LATEST)
 
     def on_reply(self, status: int) -> None:
-        path = self.path.split("?")[0].rstrip("/") if self.command else ""
+        path = self.path.split("?")[0].rstrip("/") or "/" if self.command else ""
         known = path if path in self.routes else "other"
         self.service.metrics.requests.labels(known, str(status)).inc()
         seconds = time.monotonic() - self.began
@@ -252,3 +259,9 @@ class DecisionHandler(Handler):
                 "this server asks for its API key as a Bearer token",
                 WWW_Authenticate="Bearer",
             )
+
+
+def handler_for(service: Service) -> type[DecisionHandler]:
+    """The handler class of a server."""
+    page = {"/": {"GET": "get_page"}} if service.page else {}
+    return type("BoundHandler", (DecisionHandler,), {"service": service, "routes": {**DecisionHandler.routes, **page}})
