@@ -25,6 +25,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
+import logs
 import page
 from service import Service, handler_for
 from transport import Server, listen
@@ -151,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         "--request-timeout-s", type=int_range(1, 3600), default=180, help="a decision that takes longer is answered 504"
     )
     add("--access-log", action="store_true", help="log a line for every request")
+    add("--log-format", choices=("text", "json"), default="text", help="json: every line is one object")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="how much to log")
     return parser
 
@@ -233,7 +235,7 @@ def verify(root: Path, progress: Callable[[float], None] = lambda share: None) -
     total = sum((Path(root) / name).stat().st_size for name in expected)
     given_up = False
     with (
-        tqdm(total=total, unit="B", unit_scale=True, desc="checking weights", delay=1) as bar,
+        tqdm(total=total, unit="B", unit_scale=True, desc="checking weights", delay=1, disable=None) as bar,
         ThreadPoolExecutor(4) as pool,
     ):
 
@@ -385,9 +387,9 @@ def mode(args: argparse.Namespace) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     args = parse_args(argv)
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    for name in ("httpx", "huggingface_hub", "urllib3", "filelock", "torch"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logs.set_up(args.log_level, args.log_format)
+    if args.log_format == "json":
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if is_local(args.model):
         go_offline()
     service = Service(
@@ -416,7 +418,8 @@ def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[]
     try:
         servers = listen(args.host, args.port, handler_for(service), max_connections=args.max_connections)
     except OSError as error:
-        print(f"blink: cannot listen on {args.host} port {args.port}: {error.strerror or error}", file=sys.stderr)
+        words = f"cannot listen on {args.host} port {args.port}: {error.strerror or error}"
+        logs.last_words(words, args.log_format)
         return 1
     for server in servers:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
@@ -429,7 +432,7 @@ def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[]
             return 0
         if not isinstance(error, StartError):
             raise
-        print(f"blink: {error}", file=sys.stderr)
+        logs.last_words(str(error), args.log_format)
         return 1
     facts = service.facts
     log.info(

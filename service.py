@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any, ClassVar, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 import wire
@@ -18,6 +18,7 @@ from transport import Handler, Reply, json_reply
 log = logging.getLogger("blink")
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 180)
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _STAGE_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30, 180)
 
 
@@ -40,8 +41,9 @@ def versions() -> dict[str, str | None]:
 class Metrics:
     """What `/metrics` shows."""
 
-    def __init__(self, queued: Callable[[], int]) -> None:
+    def __init__(self, queued: Callable[[], int], max_queued: Callable[[], int], ready: Callable[[], bool]) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self.requests = Counter(
             "blink_requests", "Responses by path and status", ["path", "status"], registry=self.registry
         )
@@ -73,6 +75,10 @@ class Metrics:
         )
         self.questions = Counter("blink_questions", "Questions answered", registry=self.registry)
         Gauge("blink_queued_requests", "Requests that wait", registry=self.registry).set_function(queued)
+        Gauge(
+            "blink_max_queued_requests", "Requests that may wait; one more is refused", registry=self.registry
+        ).set_function(max_queued)
+        Gauge("blink_ready", "1 when requests are decided, else 0", registry=self.registry).set_function(ready)
 
     def watch_memory(self, read: Callable[[], Mapping[str, int]]) -> None:
         """Show what `read` tells: bytes of device memory by kind. Nothing on a CPU."""
@@ -127,13 +133,16 @@ class Service:
     metrics: Metrics = field(init=False)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.queued)
+        self.metrics = Metrics(self.queued, lambda: self.max_queued, self.ready)
 
     def queued(self) -> int:
         return self.decider.queued() if self.decider else 0
 
     def worker_alive(self) -> bool:
         return self.decider is not None and self.decider.alive()
+
+    def ready(self) -> bool:
+        return self.status == "ok" and self.worker_alive()
 
     def ready_decider(self) -> Decider:
         """What decides requests.
@@ -243,7 +252,14 @@ class DecisionHandler(Handler):
         if known == "/v1/systemone":
             self.service.metrics.latency.observe(seconds)
         if self.service.access_log:
-            log.info("%s %s %s %.1f ms %s", self.command or "-", known, status, seconds * 1e3, self.request_id)
+            self._log_access(known, status, seconds)
+
+    def _log_access(self, path: str, status: int, seconds: float) -> None:
+        method = self.command if self.command in _METHODS else "-"  # any other word is the client's own text
+        identity = self.identity()
+        fields = {"method": method, "path": path, "status": status, "duration_ms": round(seconds * 1e3, 3), **identity}
+        words = " ".join(identity.values())
+        log.info("%s %s %s %.1f ms %s", method, path, status, seconds * 1e3, words, extra={"fields": fields})
 
     def _authenticate(self) -> None:
         key = self.service.api_key

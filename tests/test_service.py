@@ -129,7 +129,7 @@ def test_metrics_timing_and_quiet_logs(start_server: StartServer) -> None:
 
 def test_device_memory_is_shown_where_there_is_any() -> None:
     sizes = {"reserved": 7}
-    metrics, without = service.Metrics(lambda: 0), service.Metrics(lambda: 0)
+    metrics, without = service.Metrics(int, int, bool), service.Metrics(int, int, bool)
     metrics.watch_memory(lambda: sizes)
     without.watch_memory(dict)
     sizes["reserved"] = 9

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from test_batcher import GatedEngine
+from test_tracing import GOOD, ID, SPAN
 
 import transport
 from batcher import Batcher
@@ -230,9 +231,12 @@ def test_faults_tell_the_request_id_and_nothing_else(free: Running, caplog: pyte
 
     free.engine.fault = fault
     with free.connect() as connection:
-        connection.sendall(post())
+        connection.sendall(post(BODY, f"traceparent: {GOOD}"))
         ((status, headers, body),) = answers(connection, 1)
     assert status == 500
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert line.fields == {"request_id": headers["x-typesafe-request-id"], "trace_id": ID, "parent_id": SPAN}
+    assert ID in line.getMessage()
     assert headers["x-typesafe-request-id"] in json.loads(body)["error"]
     assert b"fog" not in body
     assert "RuntimeError" in caplog.text
