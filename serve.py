@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 import logs
 import page
+from keys import KeyFileError, Keys
 from service import Service, handler_for
 from transport import Server, listen
 
@@ -130,6 +131,12 @@ def _parser() -> argparse.ArgumentParser:
         type=api_key,  # not with its environment variable as the default, which --help shows
         help="ask clients for this Bearer key; open to all if not given; env BLINK_API_KEY",
     )
+    address.add_argument(
+        "--api-key-file",
+        type=Path,
+        default=os.environ.get("BLINK_API_KEY_FILE") or None,
+        help="a file of further keys, one a line, # for comments; read again at SIGHUP; env BLINK_API_KEY_FILE",
+    )
     address.add_argument("--no-page", action="store_true", help="serve no page at / to try the model in a browser")
     grouping = parser.add_argument_group("grouping", "without these, requests are decided one at a time in order")
     grouping.add_argument(
@@ -168,8 +175,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         if args.api_key is None and (key := os.environ.get("BLINK_API_KEY")):
             args.api_key = api_key(key)
+        args.keys = Keys(args.api_key, args.api_key_file)
     except argparse.ArgumentTypeError as error:
         parser.error(f"BLINK_API_KEY {error}")
+    except KeyFileError as error:
+        parser.error(f"--api-key-file: {error}")
     try:
         args.temperature = _temperature(os.environ.get("BLINK_TEMPERATURE") or "1.0")
         _check_model(args.model)
@@ -394,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         go_offline()
     service = Service(
         name=served_name(args),
-        api_key=args.api_key,
+        keys=args.keys,
         max_body_bytes=args.max_body_bytes,
         max_connections=args.max_connections,
         request_timeout_s=args.request_timeout_s,
@@ -415,6 +425,9 @@ def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[]
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    hangups: queue.SimpleQueue[None] = queue.SimpleQueue()
+    if args.api_key_file:  # else a closed terminal ends the server, as it does without a handler
+        signal.signal(signal.SIGHUP, lambda number, frame: hangups.put(None))
     try:
         servers = listen(args.host, args.port, handler_for(service), max_connections=args.max_connections)
     except OSError as error:
@@ -448,6 +461,9 @@ def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[]
         with contextlib.suppress(queue.Empty):
             stop.get(timeout=0.5)  # the interpreter runs signal handlers between waits
             break
+        if not hangups.empty():
+            hangups.get()
+            service.keys.reload()
     return drain(service, servers)
 
 

@@ -1,6 +1,5 @@
 """What every server shares: its state, its health, its metrics and its routes, whatever engine decides."""
 
-import hmac
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 import wire
+from keys import Keys
 from page import Page
 from transport import Handler, Reply, json_reply
 
@@ -117,7 +117,7 @@ class Service:
     """The state that the handler threads share: what is served and how it fares."""
 
     name: str
-    api_key: str | None
+    keys: Keys
     max_body_bytes: int
     max_connections: int
     request_timeout_s: float
@@ -177,7 +177,7 @@ class Service:
             "limits": asdict(wire.LIMITS)
             | {"max_body_bytes": self.max_body_bytes, "max_connections": self.max_connections},
             "queue": {"max_queued": self.max_queued} | counts,
-            "api_key_required": self.api_key is not None,
+            "api_key_required": len(self.keys) > 0,
             "accepts_images": False,
             "uptime_s": round(time.monotonic() - self.started, 1),
         }
@@ -262,13 +262,12 @@ class DecisionHandler(Handler):
         log.info("%s %s %s %.1f ms %s", method, path, status, seconds * 1e3, words, extra={"fields": fields})
 
     def _authenticate(self) -> None:
-        key = self.service.api_key
-        if key is None:
+        keys = self.service.keys
+        if not keys:
             return
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        # The parser read the header's bytes as Latin-1; a key from the environment may hold bytes that are no UTF-8.
-        same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode("utf-8", "surrogateescape"))
-        if scheme.lower() != "bearer" or not same:
+        known = given.strip().encode("latin-1") in keys  # the parser read the header's bytes as Latin-1
+        if scheme.lower() != "bearer" or not known:
             raise wire.refusal(
                 401,
                 "authentication_error",

@@ -13,6 +13,7 @@ from servers import KEY, RunningServer, StartServer
 
 import service
 import wire
+from keys import Keys
 
 HEALTH_KEYS = [
     *("ok", "status", "model", "revision", "weights_verified", "hub_offline", "warmup", "kernels", "versions"),
@@ -66,7 +67,7 @@ def test_health(server: RunningServer) -> None:
 
 def test_health_of_other_states() -> None:
     made = service.Service(
-        name="m", api_key="k", max_body_bytes=1, max_connections=1, request_timeout_s=1, progress=0.25
+        name="m", keys=Keys("k"), max_body_bytes=1, max_connections=1, request_timeout_s=1, progress=0.25
     )
     loading = made.health()
     assert list(loading) == [*HEALTH_KEYS, "progress"]

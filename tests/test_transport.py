@@ -15,6 +15,7 @@ from test_tracing import GOOD, ID, SPAN
 
 import transport
 from batcher import Batcher
+from keys import Keys
 from service import DecisionHandler, Service
 
 BODY = json.dumps({"state": "fog", "questions": {"q": {"type": "noul", "instructions": "?"}}}).encode()
@@ -36,7 +37,7 @@ class Running:
 def running(max_connections: int = 64, max_queued: int = 64, timeout_s: float = 30) -> Iterator[Running]:
     engine = GatedEngine()
     service = Service(
-        name="m", api_key=None, max_body_bytes=4096, max_connections=max_connections, request_timeout_s=timeout_s
+        name="m", keys=Keys(), max_body_bytes=4096, max_connections=max_connections, request_timeout_s=timeout_s
     )
     batcher = Batcher(engine, max_queued=max_queued)
     service.decider, service.status = batcher, "ok"
