@@ -7,12 +7,13 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 
-.PHONY: help setup setup-test serve test lint clean
+.PHONY: help setup setup-test serve test lint screenshot clean
 
 help:
 	@echo "make serve   serve a model: MODEL=mini HOST=127.0.0.1 PORT=8000 ARGS='--continuous'"
 	@echo "make test    run every test"
 	@echo "make lint    style and types"
+	@echo "make screenshot   the picture of the page in the README; needs Chromium"
 	@echo "make setup   only install into $(VENV)"
 	@echo "make clean   remove the environment and the caches of this folder"
 
@@ -41,6 +42,9 @@ lint: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+screenshot: setup-test
+	$(BIN)/python -m bench.screenshot docs/page.png
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import gc
 import hashlib
-import hmac
 import logging
 import math
 import os
@@ -18,20 +17,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path, PurePosixPath
 from types import FrameType
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import NoReturn
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from tqdm import tqdm
 
-import wire
-from transport import Handler, Reply, Server, json_reply, listen
+import logs
+import page
+from keys import KeyFileError, Keys
+from service import Service, handler_for
+from transport import Server, listen
 
 log = logging.getLogger("blink")
 
@@ -40,8 +38,6 @@ DRAIN_S = 30.0
 _QUIET_CHECKS = 5
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY")
-_LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 180)
-_STAGE_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30, 180)
 
 
 class StartError(Exception):
@@ -103,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _OneLineParser(
         prog="blink-serve",
         description="Answer typed questions about a state with probabilities, from one forward pass of a local model. "
-        "Serves POST /v1/systemone, GET /v1/models, /healthz and /metrics.",
+        "Serves POST /v1/systemone, GET /v1/models, /healthz, /metrics and a page to try it at /.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -135,6 +131,13 @@ def _parser() -> argparse.ArgumentParser:
         type=api_key,  # not with its environment variable as the default, which --help shows
         help="ask clients for this Bearer key; open to all if not given; env BLINK_API_KEY",
     )
+    address.add_argument(
+        "--api-key-file",
+        type=Path,
+        default=os.environ.get("BLINK_API_KEY_FILE") or None,
+        help="a file of further keys, one a line, # for comments; read again at SIGHUP; env BLINK_API_KEY_FILE",
+    )
+    address.add_argument("--no-page", action="store_true", help="serve no page at / to try the model in a browser")
     grouping = parser.add_argument_group("grouping", "without these, requests are decided one at a time in order")
     grouping.add_argument(
         "--batch-window-ms",
@@ -156,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         "--request-timeout-s", type=int_range(1, 3600), default=180, help="a decision that takes longer is answered 504"
     )
     add("--access-log", action="store_true", help="log a line for every request")
+    add("--log-format", choices=("text", "json"), default="text", help="json: every line is one object")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="how much to log")
     return parser
 
@@ -171,8 +175,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         if args.api_key is None and (key := os.environ.get("BLINK_API_KEY")):
             args.api_key = api_key(key)
+        args.keys = Keys(args.api_key, args.api_key_file)
     except argparse.ArgumentTypeError as error:
         parser.error(f"BLINK_API_KEY {error}")
+    except KeyFileError as error:
+        parser.error(f"--api-key-file: {error}")
     try:
         args.temperature = _temperature(os.environ.get("BLINK_TEMPERATURE") or "1.0")
         _check_model(args.model)
@@ -238,7 +245,7 @@ def verify(root: Path, progress: Callable[[float], None] = lambda share: None) -
     total = sum((Path(root) / name).stat().st_size for name in expected)
     given_up = False
     with (
-        tqdm(total=total, unit="B", unit_scale=True, desc="checking weights", delay=1) as bar,
+        tqdm(total=total, unit="B", unit_scale=True, desc="checking weights", delay=1, disable=None) as bar,
         ThreadPoolExecutor(4) as pool,
     ):
 
@@ -255,22 +262,6 @@ def verify(root: Path, progress: Callable[[float], None] = lambda share: None) -
             given_up = True
             raise
     return not bad, bad
-
-
-def versions() -> dict[str, str | None]:
-    """Installed versions of what computes the answers, without importing it."""
-
-    def version(distribution: str) -> str | None:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            return None
-
-    return {
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "fla": version("flash-linear-attention"),
-    }
 
 
 def go_offline() -> None:
@@ -304,227 +295,6 @@ def find_model(model: str, revision: str | None) -> tuple[Path, str | None]:
             f"{model} cannot be downloaded ({type(error).__name__}); download it to a folder and pass that to --model"
         ) from None
     return root, root.name
-
-
-# --- the service -----------------------------------------------------------------------------------------------------
-
-
-class Metrics:
-    """What `/metrics` shows."""
-
-    def __init__(self, queued: Callable[[], int]) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "blink_requests", "Responses by path and status", ["path", "status"], registry=self.registry
-        )
-        self.latency = Histogram(
-            "blink_request_seconds",
-            "First byte of a decision request to the end of its response",
-            registry=self.registry,
-            buckets=_LATENCY_BUCKETS,
-        )
-        self.stages = Histogram(
-            "blink_stage_seconds",
-            "Stages of a decision",
-            ["stage"],
-            registry=self.registry,
-            buckets=_STAGE_BUCKETS,
-        )
-        self.batch_requests = Histogram(
-            "blink_batch_requests",
-            "Requests decided together",
-            registry=self.registry,
-            buckets=(1, 2, 4, 8, 16, 32, 64),
-        )
-        self.batch_seconds = Histogram(
-            "blink_batch_seconds", "Time of a batch on the device", registry=self.registry, buckets=_STAGE_BUCKETS
-        )
-        self.batch_tokens = Counter("blink_batch_tokens", "Tokens read by the model", registry=self.registry)
-        self.input_tokens = Counter(
-            "blink_input_tokens", "Tokens of whole prompts, as in usage", registry=self.registry
-        )
-        self.questions = Counter("blink_questions", "Questions answered", registry=self.registry)
-        Gauge("blink_queued_requests", "Requests that wait", registry=self.registry).set_function(queued)
-
-    def watch_memory(self, read: Callable[[], Mapping[str, int]]) -> None:
-        """Show what `read` tells: bytes of device memory by kind. Nothing on a CPU."""
-        if kinds := read():
-            help_text = "Device memory: reserved now, the most ever in use"
-            gauge = Gauge("blink_device_memory_bytes", help_text, ["kind"], registry=self.registry)
-            for kind in kinds:
-
-                def size(kind: str = kind) -> float:
-                    return read()[kind]
-
-                gauge.labels(kind).set_function(size)
-
-    def on_batch(self, requests: int, tokens: int, seconds: float) -> None:
-        self.batch_requests.observe(requests)
-        self.batch_seconds.observe(seconds)
-        self.batch_tokens.inc(tokens)
-
-
-class Decider(Protocol):
-    """Decides checked requests from many threads: a `blink.Batcher`, or another engine's front."""
-
-    def decide(
-        self, request: wire.DecisionRequest, *, timeout_s: float = ..., client_left: Callable[[], bool] = ...
-    ) -> Any: ...
-
-    def alive(self) -> bool: ...
-
-    def queued(self) -> int: ...
-
-    def close(self, timeout_s: float = ...) -> bool: ...
-
-
-@dataclass(slots=True)
-class Service:
-    """The state that the handler threads share: what is served and how it fares."""
-
-    name: str
-    api_key: str | None
-    max_body_bytes: int
-    max_connections: int
-    request_timeout_s: float
-    access_log: bool = False
-    status: str = "loading"
-    progress: float = 0.0
-    decider: Decider | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    batching: dict[str, Any] | None = None
-    max_queued: int = 0
-    started: float = field(default_factory=time.monotonic)
-    metrics: Metrics = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.metrics = Metrics(self.queued)
-
-    def queued(self) -> int:
-        return self.decider.queued() if self.decider else 0
-
-    def worker_alive(self) -> bool:
-        return self.decider is not None and self.decider.alive()
-
-    def ready_decider(self) -> Decider:
-        """What decides requests.
-
-        Raises:
-            BlinkError: 503 while there is nothing that does.
-        """
-        if self.status != "ok" or self.decider is None or not self.decider.alive():
-            status = "failed" if self.status == "ok" else self.status
-            raise wire.busy(f"the server is {status}, try again")
-        return self.decider
-
-    def health(self) -> dict[str, Any]:
-        """The facts of `/healthz`; reads host memory only."""
-        status = self.status  # it may change meanwhile
-        ok = status == "ok" and self.worker_alive()
-        counts = {"worker_alive": self.worker_alive(), "queued": self.queued()}
-        health = {
-            "ok": ok,
-            "status": "failed" if status == "ok" and not ok else status,
-            "model": self.name,
-            "revision": None,
-            "weights_verified": None,
-            "hub_offline": None,
-            "warmup": None,
-            "kernels": None,
-            "versions": versions(),
-            "batching": self.batching and self.batching | counts,
-            "device": None,
-            "dtype": None,
-            "engine": None,
-            "limits": asdict(wire.LIMITS)
-            | {"max_body_bytes": self.max_body_bytes, "max_connections": self.max_connections},
-            "queue": {"max_queued": self.max_queued} | counts,
-            "api_key_required": self.api_key is not None,
-            "accepts_images": False,
-            "uptime_s": round(time.monotonic() - self.started, 1),
-        }
-        if status == "loading":
-            health["progress"] = round(self.progress, 3)
-        limits = health["limits"] | self.facts.get("limits", {})
-        return health | self.facts | {"limits": limits}
-
-
-class DecisionHandler(Handler):
-    """The routes. A server binds it to its `Service` by subclassing."""
-
-    service: ClassVar[Service]
-    routes: ClassVar = {
-        "/v1/systemone": {"POST": "post_systemone"},
-        "/v1/models": {"GET": "get_models"},
-        "/healthz": {"GET": "get_health"},
-        "/health": {"GET": "get_health"},
-        "/metrics": {"GET": "get_metrics"},
-    }
-
-    def post_systemone(self) -> Reply:
-        service = self.service
-        self._authenticate()
-        decider = service.ready_decider()
-        if self.headers.get_content_maintype() == "multipart":
-            raise wire.violation("text_only", ["body"], wire.TEXT_ONLY)
-        body = self.read_body(service.max_body_bytes)
-        read = time.monotonic()
-        request = wire.read(body)
-        parsed = time.monotonic()
-        decision = decider.decide(
-            request,
-            timeout_s=self.began + service.request_timeout_s - parsed,
-            client_left=self.client_left,
-        )
-        response = wire.DecisionResponse(
-            model=service.name, answers=decision.answers, usage=wire.Usage(input_tokens=decision.input_tokens)
-        )
-        payload = response.model_dump_json().encode("utf-8")
-        stages = {"read": read - self.began, "parse": parsed - read, **decision.seconds}
-        for stage, seconds in stages.items():
-            service.metrics.stages.labels(stage).observe(seconds)
-        service.metrics.input_tokens.inc(decision.input_tokens)
-        service.metrics.questions.inc(len(decision.answers))
-        stages["total"] = time.monotonic() - self.began
-        timing = ", ".join(f"{stage};dur={seconds * 1e3:.2f}" for stage, seconds in stages.items())
-        return Reply(200, payload, {"Server-Timing": timing})
-
-    def get_models(self) -> Reply:
-        self._authenticate()
-        card = wire.ModelCard(name=self.service.name, description="Typed decisions over text", release_date="")
-        return Reply(200, wire.ModelList(models=[card]).model_dump_json().encode("utf-8"))
-
-    def get_health(self) -> Reply:
-        health = self.service.health()
-        return json_reply(200 if health["ok"] else 503, health, {} if health["ok"] else {"Retry-After": "1"})
-
-    def get_metrics(self) -> Reply:
-        return Reply(200, generate_latest(self.service.metrics.registry), content_type=CONTENT_TYPE_LATEST)
-
-    def on_reply(self, status: int) -> None:
-        path = self.path.split("?")[0].rstrip("/") if self.command else ""
-        known = path if path in self.routes else "other"
-        self.service.metrics.requests.labels(known, str(status)).inc()
-        seconds = time.monotonic() - self.began
-        if known == "/v1/systemone":
-            self.service.metrics.latency.observe(seconds)
-        if self.service.access_log:
-            log.info("%s %s %s %.1f ms %s", self.command or "-", known, status, seconds * 1e3, self.request_id)
-
-    def _authenticate(self) -> None:
-        key = self.service.api_key
-        if key is None:
-            return
-        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        # The parser read the header's bytes as Latin-1; a key from the environment may hold bytes that are no UTF-8.
-        same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode("utf-8", "surrogateescape"))
-        if scheme.lower() != "bearer" or not same:
-            raise wire.refusal(
-                401,
-                "authentication_error",
-                "this server asks for its API key as a Bearer token",
-                WWW_Authenticate="Bearer",
-            )
 
 
 # --- start to end ----------------------------------------------------------------------------------------------------
@@ -627,18 +397,19 @@ def mode(args: argparse.Namespace) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     args = parse_args(argv)
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    for name in ("httpx", "huggingface_hub", "urllib3", "filelock", "torch"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logs.set_up(args.log_level, args.log_format)
+    if args.log_format == "json":
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if is_local(args.model):
         go_offline()
     service = Service(
         name=served_name(args),
-        api_key=args.api_key,
+        keys=args.keys,
         max_body_bytes=args.max_body_bytes,
         max_connections=args.max_connections,
         request_timeout_s=args.request_timeout_s,
         access_log=args.access_log,
+        page=None if args.no_page else page.load(),
     )
     return run(service, args, lambda on_death: load(service, args, on_death))
 
@@ -654,11 +425,14 @@ def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[]
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    handler = type("BoundHandler", (DecisionHandler,), {"service": service})
+    hangups: queue.SimpleQueue[None] = queue.SimpleQueue()
+    if args.api_key_file:  # else a closed terminal ends the server, as it does without a handler
+        signal.signal(signal.SIGHUP, lambda number, frame: hangups.put(None))
     try:
-        servers = listen(args.host, args.port, handler, max_connections=args.max_connections)
+        servers = listen(args.host, args.port, handler_for(service), max_connections=args.max_connections)
     except OSError as error:
-        print(f"blink: cannot listen on {args.host} port {args.port}: {error.strerror or error}", file=sys.stderr)
+        words = f"cannot listen on {args.host} port {args.port}: {error.strerror or error}"
+        logs.last_words(words, args.log_format)
         return 1
     for server in servers:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
@@ -671,7 +445,7 @@ def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[]
             return 0
         if not isinstance(error, StartError):
             raise
-        print(f"blink: {error}", file=sys.stderr)
+        logs.last_words(str(error), args.log_format)
         return 1
     facts = service.facts
     log.info(
@@ -687,6 +461,9 @@ def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[]
         with contextlib.suppress(queue.Empty):
             stop.get(timeout=0.5)  # the interpreter runs signal handlers between waits
             break
+        if not hangups.empty():
+            hangups.get()
+            service.keys.reload()
     return drain(service, servers)
 
 

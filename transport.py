@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 import zstandard
 
+import tracing
 import wire
 from wire import BlinkError
 
@@ -68,13 +69,13 @@ def error_reply(error: BlinkError) -> Reply:
     return json_reply(error.status, error.body, error.headers)
 
 
-def log_fault(what: str, error: BaseException | None) -> None:
+def log_fault(what: str, error: BaseException | None, **fields: object) -> None:
     """Log a fault as one line; a traceback, which may hold request text, only at level debug."""
     reason = (
         error.message if isinstance(error, BlinkError) else f"{type(error).__name__} (--log-level debug tells more)"
     )
-    log.error("%s: %s", what, reason)
-    log.debug("%s", what, exc_info=error)
+    log.error("%s: %s", what, reason, extra={"fields": fields})
+    log.debug("%s", what, exc_info=error, extra={"fields": fields})
 
 
 def bad_framing(message: str) -> BlinkError:
@@ -288,6 +289,12 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: requests are logged by `on_reply` of the subclass, if at all."""
 
+    def identity(self) -> dict[str, str]:
+        """What log lines call the request by: its id, and the caller's trace if it is in one."""
+        found = tracing.read(self.headers.get_all("traceparent", [])) if self.command else None
+        traced = {"trace_id": found.trace_id, "parent_id": found.parent_id} if found else {}
+        return {"request_id": self.request_id, **traced}
+
     def on_reply(self, status: int) -> None:
         """Called after each response, for logs and metrics."""
 
@@ -345,7 +352,8 @@ class Handler(BaseHTTPRequestHandler):
         self.respond(reply)
 
     def _failed(self, error: Exception) -> Reply:
-        log_fault(f"request {self.request_id} failed", error)
+        identity = self.identity()
+        log_fault(f"request {' '.join(identity.values())} failed", error, **identity)
         return error_reply(wire.refusal(500, "api_error", f"the server failed on request {self.request_id}"))
 
     def _route(self) -> Callable[[], Reply]:

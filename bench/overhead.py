@@ -77,11 +77,13 @@ class InstantEngine:
 def serve_instant(folder: Path, port: int) -> int:
     import serve
     from batcher import Batcher
+    from keys import Keys
+    from service import Service
 
     args = serve.parse_args(["--model", str(folder), "--port", str(port), "--continuous", "--log-level", "error"])
-    service = serve.Service(
+    service = Service(
         name="instant",
-        api_key=None,
+        keys=Keys(),
         max_body_bytes=args.max_body_bytes,
         max_connections=args.max_connections,
         request_timeout_s=args.request_timeout_s,

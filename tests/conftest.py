@@ -1,5 +1,8 @@
 """What every room's tests share: model folders and servers."""
 
+import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # before `tests`, whose fold
 
 import models
 import servers
-from servers import KEY, RunningServer, StartServer, mini_cache
+from servers import JS, KEY, RunningServer, StartServer, mini_cache
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +48,19 @@ def keyed_server(start_server: StartServer) -> Iterator[RunningServer]:
     """As `server`, but it asks for the key `KEY`."""
     with start_server("--api-key", KEY) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def node() -> str:
+    """Path of node, with the JavaScript client installed beside the script; skips where node or npm is absent."""
+    found, npm = shutil.which("node"), shutil.which("npm")
+    if found is None or npm is None:
+        pytest.skip("the JavaScript client needs node and npm")
+    wanted = json.loads((JS / "package.json").read_text())["dependencies"]["@typesafe-ai/sdk"]
+    installed = JS / "node_modules" / "@typesafe-ai" / "sdk" / "package.json"
+    if not installed.is_file() or json.loads(installed.read_text())["version"] != wanted:
+        command = [npm, "install", "--no-package-lock", "--no-audit", "--no-fund", "--silent"]
+        done = subprocess.run(command, cwd=JS, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"npm could not install the JavaScript client:\n{done.stdout}{done.stderr}"
+        assert json.loads(installed.read_text())["version"] == wanted
+    return found

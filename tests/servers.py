@@ -18,6 +18,7 @@ import models
 import pytest
 
 ROOT = Path(__file__).parents[1]
+JS = ROOT / "tests" / "js"
 START_S = 240.0
 STOP_S = 45.0
 KEY = "harbour-key-7"

@@ -205,6 +205,7 @@ def check_framing(response: Response) -> None:
     """What every response carries."""
     assert re.fullmatch(r"req_[0-9a-f]{32}", response.headers["x-typesafe-request-id"])
     expected = "text/plain" if b"# HELP" in response.body else "application/json"
+    expected = "text/html" if b"<!doctype html>" in response.body else expected
     assert response.headers["content-type"].split(";")[0] == expected
     assert response.headers.get("server", "blink") == "blink"
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,9 +13,8 @@ from typing import Any
 import httpx2
 import pytest
 import typesafe_sdk as sdk
-from servers import KEY, RunningServer, StartServer
+from servers import JS, KEY, RunningServer, StartServer
 
-JS = Path(__file__).parent / "js"
 LONG = "The ferry came at ten, the mail at noon. " * 100
 QUESTIONS: dict[str, sdk.Question] = {
     "late": sdk.Noul(instructions="Is it late?"),
@@ -239,22 +237,6 @@ def test_python_client_hears_that_the_server_is_loading(start_server: StartServe
 
 
 # --- the JavaScript client -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def node() -> str:
-    """Path of node, with the JavaScript client installed beside the script; skips where node or npm is absent."""
-    found, npm = shutil.which("node"), shutil.which("npm")
-    if found is None or npm is None:
-        pytest.skip("the JavaScript client needs node and npm")
-    wanted = json.loads((JS / "package.json").read_text())["dependencies"]["@typesafe-ai/sdk"]
-    installed = JS / "node_modules" / "@typesafe-ai" / "sdk" / "package.json"
-    if not installed.is_file() or json.loads(installed.read_text())["version"] != wanted:
-        command = [npm, "install", "--no-package-lock", "--no-audit", "--no-fund", "--silent"]
-        done = subprocess.run(command, cwd=JS, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"npm could not install the JavaScript client:\n{done.stdout}{done.stderr}"
-        assert json.loads(installed.read_text())["version"] == wanted
-    return found
 
 
 def test_javascript_client(node: str, server: RunningServer, keyed_server: RunningServer) -> None:

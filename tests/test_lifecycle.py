@@ -25,10 +25,12 @@ import sys, threading
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import serve
 from batcher import Batcher
+from keys import Keys
+from service import Service
 from test_batcher import GatedEngine
 
 args = serve.parse_args(["--model", "mini", "--port", sys.argv[1]])
-service = serve.Service(name="m", api_key=None, max_body_bytes=4096, max_connections=32, request_timeout_s=60)
+service = Service(name="m", keys=Keys(), max_body_bytes=4096, max_connections=32, request_timeout_s=60)
 engine = GatedEngine()
 
 def await_word():

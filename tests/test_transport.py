@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from test_batcher import GatedEngine
+from test_tracing import GOOD, ID, SPAN
 
-import serve
 import transport
 from batcher import Batcher
+from keys import Keys
+from service import DecisionHandler, Service
 
 BODY = json.dumps({"state": "fog", "questions": {"q": {"type": "noul", "instructions": "?"}}}).encode()
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -24,7 +26,7 @@ HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 class Running:
     port: int
     engine: GatedEngine
-    service: serve.Service
+    service: Service
     batcher: Batcher
 
     def connect(self) -> socket.socket:
@@ -34,12 +36,12 @@ class Running:
 @contextlib.contextmanager
 def running(max_connections: int = 64, max_queued: int = 64, timeout_s: float = 30) -> Iterator[Running]:
     engine = GatedEngine()
-    service = serve.Service(
-        name="m", api_key=None, max_body_bytes=4096, max_connections=max_connections, request_timeout_s=timeout_s
+    service = Service(
+        name="m", keys=Keys(), max_body_bytes=4096, max_connections=max_connections, request_timeout_s=timeout_s
     )
     batcher = Batcher(engine, max_queued=max_queued)
     service.decider, service.status = batcher, "ok"
-    handler = type("Bound", (serve.DecisionHandler,), {"service": service})
+    handler = type("Bound", (DecisionHandler,), {"service": service})
     servers = transport.listen("127.0.0.1", 0, handler, max_connections=max_connections)
     for server in servers:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
@@ -102,7 +104,7 @@ def test_requests_share_a_connection_in_order(free: Running) -> None:
 
 def test_idle_connections_outlive_those_of_clients() -> None:
     assert transport.IDLE_S > 30
-    assert serve.DecisionHandler.protocol_version == "HTTP/1.1"
+    assert DecisionHandler.protocol_version == "HTTP/1.1"
 
 
 def test_responses_are_written_at_once(free: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,9 +232,12 @@ def test_faults_tell_the_request_id_and_nothing_else(free: Running, caplog: pyte
 
     free.engine.fault = fault
     with free.connect() as connection:
-        connection.sendall(post())
+        connection.sendall(post(BODY, f"traceparent: {GOOD}"))
         ((status, headers, body),) = answers(connection, 1)
     assert status == 500
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert line.fields == {"request_id": headers["x-typesafe-request-id"], "trace_id": ID, "parent_id": SPAN}
+    assert ID in line.getMessage()
     assert headers["x-typesafe-request-id"] in json.loads(body)["error"]
     assert b"fog" not in body
     assert "RuntimeError" in caplog.text
