@@ -6,12 +6,14 @@ MODEL ?= mini
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
+FUZZ_S ?= 3600
 
-.PHONY: help setup setup-test serve test lint screenshot clean
+.PHONY: help setup setup-test serve test lint fuzz screenshot clean
 
 help:
 	@echo "make serve   serve a model: MODEL=mini HOST=127.0.0.1 PORT=8000 ARGS='--continuous'"
 	@echo "make test    run every test"
+	@echo "make fuzz    requests that nobody would write, for FUZZ_S=3600 seconds"
 	@echo "make lint    style and types"
 	@echo "make screenshot   the picture of the page in the README; needs Chromium"
 	@echo "make setup   only install into $(VENV)"
@@ -42,6 +44,9 @@ lint: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fuzz: setup-test
+	BLINK_FUZZ_S=$(FUZZ_S) $(BIN)/python -m pytest tests/test_fuzz.py --timeout=0 $(ARGS)
 
 screenshot: setup-test
 	$(BIN)/python -m bench.screenshot docs/page.png

@@ -4,12 +4,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import metadata
 from typing import Any, ClassVar, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+import openapi
 import wire
 from keys import Keys
 from page import Page
@@ -22,6 +24,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 _STAGE_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30, 180)
 
 
+@cache
 def versions() -> dict[str, str | None]:
     """Installed versions of what computes the answers, without importing it."""
 
@@ -197,6 +200,7 @@ class DecisionHandler(Handler):
         "/healthz": {"GET": "get_health"},
         "/health": {"GET": "get_health"},
         "/metrics": {"GET": "get_metrics"},
+        "/openapi.json": {"GET": "get_openapi"},
     }
 
     def post_systemone(self) -> Reply:
@@ -243,6 +247,9 @@ class DecisionHandler(Handler):
 
     def get_metrics(self) -> Reply:
         return Reply(200, generate_latest(self.service.metrics.registry), content_type=CONTENT_TYPE_LATEST)
+
+    def get_openapi(self) -> Reply:
+        return json_reply(200, openapi.document(keyed=bool(self.service.keys), page=self.service.page is not None))
 
     def on_reply(self, status: int) -> None:
         path = self.path.split("?")[0].rstrip("/") or "/" if self.command else ""

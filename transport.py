@@ -325,6 +325,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer what the request parser refuses, without echoing what it read."""
         self._unread = None
+        self.command = ""  # known or not, the headers that would go with it are not
         if code == HTTPStatus.BAD_REQUEST:
             error = bad_framing("the request head is not valid HTTP")
         else:
@@ -381,7 +382,7 @@ class Handler(BaseHTTPRequestHandler):
             reply,
             self.request_id,
             close=self.close_connection,
-            head=self.command == "HEAD",
+            head=self.raw_requestline.startswith(b"HEAD "),  # known before the head as a whole is
             date=self.date_time_string(),
         )
         self.connection.settimeout(WRITE_S)

@@ -195,6 +195,29 @@ def _levels(value: Any) -> Any:
 
 Content = Annotated[Any, BeforeValidator(_content, json_schema_input_type=str | dict[str, Any] | list[Any])]
 
+# What validators above check, as JSON Schema says it: only the documentation reads these.
+_MANY_OPTIONS = {"minProperties": 1, "maxProperties": LIMITS.options}
+_Options = (
+    Annotated[dict[str, Content | None], Field(json_schema_extra=_MANY_OPTIONS)]
+    | Annotated[list[str], Field(min_length=1, max_length=LIMITS.options, json_schema_extra={"uniqueItems": True})]
+)
+_MANY_QUESTIONS: dict[str, Any] = {
+    "minProperties": 1,
+    "maxProperties": LIMITS.questions,
+    "propertyNames": {"minLength": 1},
+}
+_SOMETHING: dict[str, Any] = {"anyOf": [{"type": "string", "pattern": r"\S"}, {"type": "object"}, {"type": "array"}]}
+
+
+def _one_of(*names: str, schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"required": [name], "properties": {name: schema}} for name in names]
+
+
+_JUDGED: dict[str, Any] = {"type": "object", "anyOf": _one_of("true", "false", schema=_SOMETHING)}
+_HAS_SOMETHING_TO_JUDGE: dict[str, Any] = {
+    "anyOf": [*_one_of("instructions", schema=_SOMETHING), *_one_of("criteria", schema=_JUDGED)]
+}
+
 
 # --- the request -----------------------------------------------------------------------------------------------------
 
@@ -217,6 +240,8 @@ class NoulCriteria(_Strict):
 class Noul(_Question):
     """A yes/no question."""
 
+    model_config = ConfigDict(json_schema_extra=_HAS_SOMETHING_TO_JUDGE)
+
     type: Literal["noul"]
     criteria: NoulCriteria | None = None
 
@@ -232,14 +257,18 @@ class Choice(_Question):
     """One of several named options, in the order of the request; a null description leaves the name to speak."""
 
     type: Literal["choice"]
-    criteria: Annotated[dict[str, Content | None], BeforeValidator(_options)]
+    criteria: Annotated[dict[str, Content | None], BeforeValidator(_options, json_schema_input_type=_Options)]
 
 
 class Score(_Question):
     """A level on a scale, described from low to high; level i has the value i."""
 
     type: Literal["score"]
-    criteria: Annotated[list[Content], BeforeValidator(_levels)]
+    criteria: Annotated[
+        list[Content],
+        BeforeValidator(_levels),
+        Field(json_schema_extra={"minItems": 1, "maxItems": LIMITS.levels}),
+    ]
 
 
 Question = Annotated[Noul | Choice | Score, Field(discriminator="type")]
@@ -254,6 +283,7 @@ class DecisionRequest(_Strict):
         dict[Annotated[str, AfterValidator(_question_id)], Question],
         BeforeValidator(_bounded),
         BeforeValidator(_few_questions),
+        Field(json_schema_extra=_MANY_QUESTIONS),
     ]
     images: Annotated[None, BeforeValidator(_no_images)] = None
     assets: Annotated[None, BeforeValidator(_no_images)] = None
@@ -307,30 +337,43 @@ def read(body: bytes) -> DecisionRequest:
 # --- the answer ------------------------------------------------------------------------------------------------------
 
 
-class NoulAnswer(BaseModel):
+Share = Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 1})]
+
+
+class _Answered(BaseModel):
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
+
+class NoulAnswer(_Answered):
+    """The probability of yes."""
+
     type: Literal["noul"] = "noul"
-    noul: float
+    noul: Share
 
 
-class ChoiceAnswer(BaseModel):
+class ChoiceAnswer(_Answered):
+    """The most probable option, and every option's probability in the order of the request."""
+
     type: Literal["choice"] = "choice"
     choice: str
-    confidence: float
-    probabilities: dict[str, float]
+    confidence: Share
+    probabilities: dict[str, Share]
 
 
-class ScoreAnswer(BaseModel):
+class ScoreAnswer(_Answered):
+    """The mean level, and every level's description and probability; levels are counted from 0."""
+
     type: Literal["score"] = "score"
     score: float
-    confidence: float
+    confidence: Share
     legend: dict[str, Any]
-    probabilities: dict[str, float]
+    probabilities: dict[str, Share]
 
 
 Answer = NoulAnswer | ChoiceAnswer | ScoreAnswer
 
 
-class Usage(BaseModel):
+class Usage(_Answered):
     """Tokens: each question's whole prompt is counted; nothing is generated."""
 
     input_tokens: int
@@ -351,3 +394,35 @@ class ModelCard(BaseModel):
 
 class ModelList(BaseModel):
     models: list[ModelCard]
+
+
+# --- errors, as the documentation tells them -------------------------------------------------------------------------
+
+
+class Violation(BaseModel):
+    """One place in the request that is wrong; `loc` starts with "body"."""
+
+    type: str
+    loc: list[str | int]
+    msg: str
+
+
+class Refusal(BaseModel):
+    """Why there is no answer, for anything but a place in the body."""
+
+    error_type: str
+    message: str
+
+
+class ViolationsError(BaseModel):
+    """The body of 400 and 422."""
+
+    error: str
+    detail: list[Violation]
+
+
+class RefusalError(BaseModel):
+    """The body of every other error."""
+
+    error: str
+    detail: Refusal

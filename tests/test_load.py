@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from servers import RunningServer, StartServer
-from test_serve import post
+from test_service import post
 
 CLIENTS = 24
 REQUESTS = 40  # different ones

@@ -34,8 +34,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(max_connections: int = 64, max_queued: int = 64, timeout_s: float = 30) -> Iterator[Running]:
-    engine = GatedEngine()
+def running(
+    max_connections: int = 64, max_queued: int = 64, timeout_s: float = 30, engine: GatedEngine | None = None
+) -> Iterator[Running]:
+    engine = engine or GatedEngine()
     service = Service(
         name="m", keys=Keys(), max_body_bytes=4096, max_connections=max_connections, request_timeout_s=timeout_s
     )
@@ -302,3 +304,18 @@ def test_a_draining_server_says_so(free: Running) -> None:
         (health, _, body), (status, *_) = answers(connection, 2)
     assert (health, status) == (503, 503)
     assert json.loads(body)["status"] == "draining"
+
+
+@pytest.mark.parametrize("count", [100, 101])
+def test_a_head_with_too_many_lines(free: Running, caplog: pytest.LogCaptureFixture, count: int) -> None:
+    free.service.access_log = True
+    caplog.set_level("INFO")
+    for method in ("HEAD", "GET"):
+        with free.connect() as connection:
+            connection.sendall(f"{method} /healthz HTTP/1.1\r\n".encode() + b"x: fog\r\n" * count + b"\r\n")
+            got = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert got.startswith(b"HTTP/1.1 431 ")
+        assert got.endswith(b"\r\n\r\n" if method == "HEAD" else b"}")
+        wait_until(lambda: " 431 " in caplog.text)
+    assert "fog" not in caplog.text
+    assert "failed" not in caplog.text
