@@ -169,7 +169,12 @@ def plot(rows: list[dict[str, Any]], to: Path) -> None:
                 style,
                 label=f"{label}, {measure_name.removesuffix('_ms')}",
             )
-    axes.set(xlabel="requests/s (jevbench, 1 to 64 clients)", ylabel="latency, ms", yscale="log")
+        for row in own:
+            at = (row["requests_per_s"], row["p50_ms"])
+            axes.annotate(str(row["clients"]), at, xytext=(6, -10), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="requests/s of jevbench; the numbers are clients", ylabel="latency, ms", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.legend()
     figure.tight_layout()
     figure.savefig(to, dpi=120)
