@@ -45,11 +45,13 @@ test: setup-test
 test-vllm: $(VLLM)/installed
 	$(VLLM)/bin/python -m pytest -s tests/vllm/test_real_vllm.py $(ARGS)
 
-# PyPI's torchvision wants a CUDA torch: without its requirements, and with the operators declared that it misses.
+# PyPI's torchvision and torchaudio want a CUDA torch. vLLM imports the first: without its requirements, and with the
+# operators declared that it misses. The second, and torchcodec, are only in the way.
 $(VLLM)/installed: pyproject.toml tests/vllm/requirements.txt tests/vllm/torchvision_operators.py
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps torchvision==0.28.0
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r tests/vllm/requirements.txt -e '.[test]'
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	cp tests/vllm/torchvision_operators.py "$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')"
 	echo 'import torchvision_operators' > \
 	  "$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')/torchvision_operators.pth"

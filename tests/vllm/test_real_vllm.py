@@ -31,7 +31,7 @@ Start = Callable[..., AbstractContextManager[RunningServer]]
 @pytest.fixture(scope="session")
 def model() -> Path:
     """Head sizes that vLLM's kernels for the processor know; answers flat enough that bfloat16 does not move them."""
-    return models.tiny_qwen35(head_dim=64, linear_head_dim=128, sharpness=1.0)
+    return models.tiny_qwen35(head_dim=64, linear_head_dim=128, sharpness=0.6)
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +51,7 @@ def server(start: Start) -> Iterator[RunningServer]:
         yield running
         assert len(marked("shared")) > 1  # vLLM's engine is a process of its own
         assert running.stop() == 0
-    assert marked("shared") == []
+    assert left("shared") == []
 
 
 def marked(mark: str) -> list[str]:
@@ -64,6 +64,14 @@ def marked(mark: str) -> list[str]:
         except psutil.Error:
             continue
     return found
+
+
+def left(mark: str) -> list[str]:
+    """What is alive ten seconds after a server's end: multiprocessing's own helper tidies up after it."""
+    deadline = time.monotonic() + 10
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return marked(mark)
 
 
 def probabilities(answers: dict[str, Any]) -> dict[tuple[str, str], float]:
@@ -163,4 +171,4 @@ def test_a_signal_during_the_start_leaves_nothing(start: Start, number: int) -> 
         time.sleep(1)
         running.process.send_signal(number)
         assert running.process.wait(60) == 0
-    assert marked(mark) == []
+    assert left(mark) == []
