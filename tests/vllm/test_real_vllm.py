@@ -19,7 +19,7 @@ from servers import RunningServer, start_server
 from test_clients import conformance, passed, unmet
 from test_service import get, post
 
-pytest.importorskip("vllm", reason="make test-vllm runs these")
+pytest.importorskip("vllm.v1.engine.async_llm", reason="make test-vllm runs these")
 pytestmark = pytest.mark.timeout(900)
 
 MARK = "BLINK_TEST_MARK"
