@@ -24,7 +24,7 @@ SYSTEM = (
 _GENERIC_KEY = re.compile(r"[A-Za-z]{1,2}|[0-9]+|option[_ ]?[0-9]+|opt[0-9]+")
 _ASIDE = " — "
 
-_PIECE = 1024  # characters of a long state that one thread tokenizes
+_PIECE = 512  # characters of a long state that one thread tokenizes
 _BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 
 # --- question -> text ------------------------------------------------------------------------------------------------
