@@ -298,8 +298,11 @@ class TorchEngine:
         """
         requests = [_small_request([name]) for name in _SMALL_QUESTIONS]
         prompts = [self.prepare(_small_request()), *(self.prepare(request) for request in requests)]
-        self._use(ReferenceBody(root, self.device, self.dtype, token_budget=TOKEN_BUDGET))
-        together, *apart = (_probabilities(self.score([one])[0]) for one in prompts)
+        reference = ReferenceBody(root, self.device, self.dtype, token_budget=TOKEN_BUDGET)
+        self._use(reference)
+        with reference.published_operators():
+            together, *apart = [_probabilities(self.score([one])[0]) for one in prompts]
+        del reference
         noise = _largest_difference(together, [p for (p,) in apart])
         self._body = None
         free_memory()

@@ -5,9 +5,11 @@ It decides what the right hidden states are; the fast pass is measured against i
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -64,7 +66,8 @@ class ReferenceBody:
         self.passes = 0
         self._device = device
         model: Any = AutoModelForCausalLM.from_pretrained(root, dtype=dtype, device_map={"": device})
-        self.kernels = _choose_kernels(model, device)
+        self._operators = _deltanet_operators(model)
+        self.kernels = self._choose_kernels()
         self._layers = model.base_model
         self._head = model.get_output_embeddings()
         self._config = model.config.get_text_config()
@@ -73,6 +76,21 @@ class ReferenceBody:
         self._shares_prefix = all(isinstance(layer, DynamicLayer) for layer in cache_layers)
         window = getattr(self._config, "sliding_window", None)
         self._slice = window // 4 if window and self._shares_prefix else None
+
+    @contextmanager
+    def published_operators(self) -> Iterator[None]:
+        """Meanwhile run DeltaNet layers by transformers' own operators, in place of a library's faster ones.
+
+        They need no compilation, which takes the library a minute on a machine that it has not seen.
+        """
+        module, operators = self._operators
+        try:
+            for name, operator in operators.items():
+                setattr(module, name, inspect.unwrap(operator))
+            yield
+        finally:
+            for name, operator in operators.items():
+                setattr(module, name, operator)
 
     def head_rows(self, ids: Sequence[int]) -> Tensor:
         """Rows of the output head for these token ids, [n, hidden] float32.
@@ -84,6 +102,21 @@ class ReferenceBody:
             raise ValueError("the output head has a bias")
         rows: Tensor = self._head.weight[torch.tensor(ids, device=self._device)]
         return rows.detach().float()
+
+    def _choose_kernels(self) -> str:
+        """Name the DeltaNet kernels; on the CPU put the published operators in place of fla's, which need a GPU."""
+        module, operators = self._operators
+        if not operators:
+            return "reference (the model has no DeltaNet layers)"
+        if self._device.type != "cuda":
+            for name, operator in operators.items():
+                setattr(module, name, inspect.unwrap(operator))
+            return "reference (flash-linear-attention needs CUDA)"
+        try:
+            import fla
+        except ImportError as error:
+            return f"reference (flash-linear-attention does not import: {error})"
+        return f"flash-linear-attention {fla.__version__}"
 
     def open(self, prompts: Prompts) -> ReferenceJob:
         return ReferenceJob(prompts)
@@ -195,18 +228,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _choose_kernels(model: PreTrainedModel, device: torch.device) -> str:
-    """Name the DeltaNet kernels a model runs; on the CPU put the reference in place of fla's, which need a GPU."""
+def _deltanet_operators(model: PreTrainedModel) -> tuple[ModuleType, dict[str, Callable[..., Any]]]:
+    """The module of a model, and the functions in it that its DeltaNet layers call."""
     module = sys.modules[type(model).__module__]
-    operators = [name for name in _DELTANET_OPERATORS if hasattr(module, name)]
-    if not operators:
-        return "reference (the model has no DeltaNet layers)"
-    if device.type != "cuda":
-        for name in operators:
-            setattr(module, name, inspect.unwrap(getattr(module, name)))
-        return "reference (flash-linear-attention needs CUDA)"
-    try:
-        import fla
-    except ImportError as error:
-        return f"reference (flash-linear-attention does not import: {error})"
-    return f"flash-linear-attention {fla.__version__}"
+    return module, {name: getattr(module, name) for name in _DELTANET_OPERATORS if hasattr(module, name)}

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import math
 import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +18,7 @@ MakeBody = Callable[[], bytes]
 @dataclass(frozen=True, slots=True)
 class Row:
     """What a load measured: latencies in milliseconds from the first byte sent to the last received, of the requests
-    sent in the measured time; requests_per_s: answers received in it, by its length.
+    sent in the measured time; requests_per_s: answers received in it, by the time up to the last of them.
     """
 
     workload: str
@@ -43,56 +44,72 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: 
     return int(answer.split(b" ")[1]), await reader.readexactly(length)
 
 
-async def _client(
-    url: str, make: MakeBody, start: float, stop: float, seen: list[float], tally: dict[str, int]
-) -> None:
-    """Requests sent before `start` only warm up; at least one is sent after it, however slow the server is."""
-    target = urlsplit(url)
-    reader, writer = await asyncio.open_connection(target.hostname, target.port)
-    measured = 0
-    while time.perf_counter() < stop or not measured:
-        body = make()
-        sent = time.perf_counter()
-        status, answer = await ask(reader, writer, body)
-        received = time.perf_counter()
-        tally["in_time"] += status == 200 and start <= received < stop
-        if sent < start:
-            continue
-        measured += 1
-        if status == 200:
-            seen.append((received - sent) * 1e3)
-            tally["tokens"] += json.loads(answer)["usage"]["input_tokens"]
-        else:
-            tally["errors"] += 1
-    writer.close()
+@dataclass(slots=True)
+class _Load:
+    """A load under way. It is measured once it has lasted `warm_up` seconds and every client has had an answer.
 
+    Against a slow server it is measured for longer than `seconds`, so that every client gets one answer at least.
+    """
 
-async def _run(
-    url: str, make: MakeBody, clients: int, seconds: float, warm_up: float
-) -> tuple[list[float], dict[str, int]]:
-    start = time.perf_counter() + warm_up
-    seen: list[float] = []
-    tally = {"tokens": 0, "errors": 0, "in_time": 0}
-    await asyncio.gather(*(_client(url, make, start, start + seconds, seen, tally) for _ in range(clients)))
-    return sorted(seen), tally
+    clients: int
+    seconds: float
+    warm_up: float
+    began: float = field(default_factory=time.perf_counter)
+    warm: int = 0  # clients that have had an answer
+    start: float = math.inf
+    latencies: list[float] = field(default_factory=list)
+    errors: int = 0
+    tokens: int = 0
+    in_time: int = 0  # answers received in the measured time
+    last: float = 0.0  # when the last of them came
+
+    async def client(self, url: str, make: MakeBody) -> None:
+        target = urlsplit(url)
+        reader, writer = await asyncio.open_connection(target.hostname, target.port)
+        requests = 0
+        while time.perf_counter() < self.start + self.seconds:
+            body = make()
+            sent = time.perf_counter()
+            status, answer = await ask(reader, writer, body)
+            received = time.perf_counter()
+            requests += 1
+            self.warm += requests == 1
+            if self.start == math.inf and self.warm == self.clients and received >= self.began + self.warm_up:
+                self.start = received
+                self.seconds = max(self.seconds, 1.2 * (received - sent))
+            elif status == 200 and self.start <= received < self.start + self.seconds:
+                self.in_time += 1
+                self.last = received
+            if sent < self.start:
+                continue
+            if status == 200:
+                self.latencies.append((received - sent) * 1e3)
+                self.tokens += json.loads(answer)["usage"]["input_tokens"]
+            else:
+                self.errors += 1
+        writer.close()
+
+    async def run(self, url: str, make: MakeBody) -> None:
+        await asyncio.gather(*(self.client(url, make) for _ in range(self.clients)))
 
 
 def run(url: str, workload: str, make: MakeBody, clients: int, seconds: float, warm_up: float = 2.0) -> Row:
     """Load a server on this machine for `seconds` after `warm_up`; `make` draws each request anew."""
-    seen, tally = asyncio.run(_run(url, make, clients, seconds, warm_up))
-    n = len(seen)
+    load = _Load(clients, seconds, warm_up)
+    asyncio.run(load.run(url, make))
+    seen, n = sorted(load.latencies), len(load.latencies)
     if not n:
         raise SystemExit(f"{workload}: no request was answered in {seconds} s")
     return Row(
         workload=workload,
         clients=clients,
         requests=n,
-        errors=tally["errors"],
+        errors=load.errors,
         p50_ms=round(seen[n // 2], 2),
         p95_ms=round(seen[min(n - 1, int(n * 0.95))], 2),
         max_ms=round(seen[-1], 2),
-        requests_per_s=round(tally["in_time"] / seconds, 2),
-        input_tokens=tally["tokens"] // n,
+        requests_per_s=round(load.in_time / (load.last - load.start), 2),
+        input_tokens=load.tokens // n,
     )
 
 

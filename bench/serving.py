@@ -169,7 +169,12 @@ def plot(rows: list[dict[str, Any]], to: Path) -> None:
                 style,
                 label=f"{label}, {measure_name.removesuffix('_ms')}",
             )
-    axes.set(xlabel="requests/s (jevbench, 1 to 64 clients)", ylabel="latency, ms", yscale="log")
+        for row in own:
+            at = (row["requests_per_s"], row["p50_ms"])
+            axes.annotate(str(row["clients"]), at, xytext=(6, -10), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="requests/s of jevbench; the numbers are clients", ylabel="latency, ms", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.legend()
     figure.tight_layout()
     figure.savefig(to, dpi=120)
@@ -195,9 +200,15 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true", help="with --model: also the reference engine, in the same run")
     parser.add_argument("--seconds", type=float, default=7, help="of each row")
     parser.add_argument("--only", default="", help="workloads to run, with commas")
-    parser.add_argument("--ladder", action="store_true", help="also jevbench at 1 to 64 clients, for the plot")
-    parser.add_argument("--stalls", action="store_true", help="also 200 requests of random sizes right after start")
-    parser.add_argument("--longest", action="store_true", help="also a state of 120,000 words with three questions")
+    parser.add_argument(
+        "--ladder", action="store_true", help="also jevbench at 1 to 64 clients (not --plain), for the plot"
+    )
+    parser.add_argument(
+        "--stalls", action="store_true", help="also 200 requests of random sizes right after start (not --plain)"
+    )
+    parser.add_argument(
+        "--longest", action="store_true", help="also a state of 120,000 words with three questions (not --plain)"
+    )
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--plot", type=Path, help="write latency against load here, needs --ladder and matplotlib")
     args = parser.parse_args()
@@ -210,12 +221,14 @@ def main() -> int:
     header = f"{'server':12}{'workload':10}{'clients':>8}{'requests':>9}{'errors':>7}{'p50 ms':>10}{'p95 ms':>10}"
     print(f"{header}{'max ms':>10}{'requests/s':>12}{'tokens':>8}")
 
-    def add(url: str, runs: list[tuple[str, int]], label: str) -> None:
-        report["rows"] += measure(url, runs, args.seconds, label)
+    def add(url: str, runs: list[tuple[str, int]], label: str, to: str = "rows") -> None:
+        report[to] += measure(url, runs, args.seconds, label)
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1))
 
     if args.url:
         add(args.url, alone + crowds, "url")
-        report["ladder"] += measure(args.url, ladder, args.seconds, "url")
+        add(args.url, ladder, "url", "ladder")
     else:
         engines = [("blink", [])] + ([("plain", ["--engine", "reference"])] if args.plain else [])
         for label, flags in engines:
@@ -223,18 +236,16 @@ def main() -> int:
                 figures = {"server": label, "ready_s": server.ready_s, "at_rest_gib": server.memory()}
                 report["servers"].append(figures | {"facts": server.facts})
                 print(f"{figures} {server.facts['engine']}", flush=True)
-                if args.stalls:
+                if args.stalls and label == "blink":
                     report["servers"][-1]["stalls"] = stalls(server.url)
                     print(f"{label}: {report['servers'][-1]['stalls']}", flush=True)
                 add(server.url, alone, label)
-                if args.longest:
+                if args.longest and label == "blink":
                     report["servers"][-1]["longest"] = longest(server)
                     print(f"{label}: {report['servers'][-1]['longest']}", flush=True)
             with Server(args.model, [*flags, "--continuous"]) as server:
                 add(server.url, crowds, label)
-                report["ladder"] += measure(server.url, ladder, args.seconds, label)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+                add(server.url, ladder if label == "blink" else [], label, "ladder")
     if args.plot:
         plot(report["ladder"], args.plot)
     return 0
