@@ -63,7 +63,7 @@ lint: setup-test
 	$(BIN)/mypy
 
 fuzz: setup-test
-	BLINK_FUZZ_S=$(FUZZ_S) $(BIN)/python -m pytest tests/test_fuzz.py --timeout=0 $(ARGS)
+	BLINK_FUZZ_S=$(FUZZ_S) $(BIN)/python -m pytest tests/test_fuzz.py --timeout=0 -s -p no:logging $(ARGS)
 
 screenshot: setup-test
 	$(BIN)/python -m bench.screenshot docs/page.png

@@ -120,17 +120,26 @@ def client() -> Iterator[Client]:
 
 def spend(check: Callable[..., None], **strategies: st.SearchStrategy[Any]) -> None:
     """Try `check` on examples until its share of the time is over, at least one round."""
-    ends = time.monotonic() + SHARE_S
+    began = time.monotonic()
     number = SEED
+    tried = 0
+
+    def counted(**drawn: Any) -> None:
+        nonlocal tried
+        tried += 1
+        check(**drawn)
+
     while True:
         quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
         phases = [Phase.generate, Phase.shrink]
         options = settings(
             max_examples=200, deadline=None, suppress_health_check=quiet, phases=phases, database=None, print_blob=True
         )
-        seed(number)(options(given(**strategies)(check)))()
+        seed(number)(options(given(**strategies)(counted)))()
         number += 1
-        if time.monotonic() > ends:
+        if time.monotonic() > began + SHARE_S:
+            name = check.__qualname__.split(".")[0]
+            print(f"\n{name}: {tried:,} tried in {time.monotonic() - began:.0f} s, seed {SEED}")
             return
 
 
@@ -145,6 +154,7 @@ def test_requests_by_the_description(keyed_server: RunningServer, tmp_path: Path
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    print("\nby the description:", *re.findall(r"\d+ generated.*", done.stdout), f"seed {SEED}")
     assert re.search(r"Operations: +[5-9] selected", done.stdout)
     assert "Traceback" not in keyed_server.stderr
     assert " failed: " not in keyed_server.stderr
@@ -189,7 +199,20 @@ def damaged(draw: st.DrawFn) -> bytes:
     return body
 
 
+good = st.builds(
+    lambda state, asked: json.dumps({"state": state, "questions": asked}).encode(),
+    texts,
+    st.dictionaries(
+        texts.filter(bool),
+        st.just({"type": "noul", "instructions": "?"})
+        | st.dictionaries(texts, texts | st.none(), min_size=1).map(lambda some: {"type": "choice", "criteria": some})
+        | st.lists(texts, min_size=1, max_size=10).map(lambda some: {"type": "score", "criteria": some}),
+        min_size=1,
+        max_size=4,
+    ),
+)
 bodies = st.one_of(
+    good,
     written,
     damaged(),
     st.binary(max_size=200),
