@@ -174,7 +174,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     except argparse.ArgumentTypeError as error:
         parser.error(f"BLINK_API_KEY {error}")
     try:
-        args.temperature = _temperature(os.environ.get("BLINK_TEMPERATURE") or "1.0")
+        own = os.environ.get("BLINK_TEMPERATURE")
+        args.temperature = _temperature(own) if own else None
         _check_model(args.model)
     except StartError as error:
         parser.error(str(error))

@@ -32,9 +32,22 @@ from mini.lexicon import lexicon
 SEED = 20261201
 SHARES: dict[Kind, float] = {"choice": 0.45, "noul": 0.32, "score": 0.23}
 FIT = frozenset(
-    ("claim_kind", "film_style", "home_repair", "everyday_scene", "recommends", "states_opinion", "out_of_office", "crowding",
-     "importance", "stock_level", "wind_force", "where_it_lies", "newer_version")
-)  # fmt: skip
+    (
+        "claim_kind",
+        "film_style",
+        "home_repair",
+        "everyday_scene",
+        "recommends",
+        "states_opinion",
+        "out_of_office",
+        "crowding",
+        "importance",
+        "stock_level",
+        "wind_force",
+        "where_it_lies",
+        "newer_version",
+    )
+)
 """Families that neither train nor test: the temperatures are fitted on them."""
 MEASURED = ("familiar", "unseen", "sys1bench", "public")
 
@@ -108,7 +121,9 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--per-family", type=int, default=1800, help="training items of each generated family")
     parser.add_argument("--words", type=int, default=40_000, help="training items of WordNet")
-    parser.add_argument("--measured", type=int, default=30, help="measuring items of each learnt family; others get 4 times")
+    parser.add_argument(
+        "--measured", type=int, default=30, help="measuring items of each learnt family; others get 4 times"
+    )
     args = parser.parse_args()
     counts = write(args.folder, args.per_family, args.words, args.measured)
     print(json.dumps(counts | {"families": len(trained_families()), "unseen_families": len(families.held_out())}))

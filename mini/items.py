@@ -44,9 +44,7 @@ class Item:
             criteria = dict(pairs[i] for i in order)
         else:
             criteria = [criteria[i] for i in order]
-        return Item(
-            self.family, self.state, self.question | {"criteria": criteria}, [self.target[i] for i in order]
-        )
+        return Item(self.family, self.state, self.question | {"criteria": criteria}, [self.target[i] for i in order])
 
     def shuffled(self, draw: random.Random) -> "Item":
         """A choice with its options in an order drawn anew; the sides of a yes/no and the levels keep theirs."""

@@ -14,15 +14,30 @@ from mini.items import Item
 from mini.sources import Archive
 
 _FIELDS = {
-    4: ("action", "something people do"), 5: ("animal", "animals"), 6: ("artifact", "things that people made"),
-    7: ("attribute", "properties of people and things"), 8: ("body", "parts of the body"), 9: ("thought", "thinking and knowing"),
-    10: ("communication", "speech, writing and signs"), 11: ("event", "things that happen"), 12: ("feeling", "feelings"),
-    13: ("food", "food and drink"), 14: ("group", "groups of people or things"), 15: ("place", "places"),
-    17: ("nature", "objects of nature"), 18: ("person", "kinds of people"), 19: ("phenomenon", "natural phenomena"),
-    20: ("plant", "plants"), 21: ("possession", "money and property"), 22: ("process", "natural processes"),
-    23: ("quantity", "quantities and units"), 25: ("shape", "shapes"), 26: ("state", "states of being"),
-    27: ("substance", "substances"), 28: ("time", "time"),
-}  # fmt: skip
+    4: ("action", "something people do"),
+    5: ("animal", "animals"),
+    6: ("artifact", "things that people made"),
+    7: ("attribute", "properties of people and things"),
+    8: ("body", "parts of the body"),
+    9: ("thought", "thinking and knowing"),
+    10: ("communication", "speech, writing and signs"),
+    11: ("event", "things that happen"),
+    12: ("feeling", "feelings"),
+    13: ("food", "food and drink"),
+    14: ("group", "groups of people or things"),
+    15: ("place", "places"),
+    17: ("nature", "objects of nature"),
+    18: ("person", "kinds of people"),
+    19: ("phenomenon", "natural phenomena"),
+    20: ("plant", "plants"),
+    21: ("possession", "money and property"),
+    22: ("process", "natural processes"),
+    23: ("quantity", "quantities and units"),
+    25: ("shape", "shapes"),
+    26: ("state", "states of being"),
+    27: ("substance", "substances"),
+    28: ("time", "time"),
+}
 """Lexicographer files of nouns by number, with a name and what they hold."""
 
 
@@ -69,10 +84,12 @@ def _definition(draw: random.Random, part: str, parts: dict[str, list[_Sense]]) 
     if roll < 0.4:
         options = [Option(sense.words[0]) for sense in (right, *wrong)]
         asks = ("Which word is defined?", "Which word means this?", "Find the word for the definition.")
-        return Item("word_for_definition", envelopes.wrap(draw, right.gloss, "definition"), *choice(draw, asks, options, 0))
+        return Item(
+            "word_for_definition", envelopes.wrap(draw, right.gloss, "definition"), *choice(draw, asks, options, 0)
+        )
     if roll < 0.7:
         options = [Option(sense.gloss) for sense in (right, *wrong)]
-        asks = (f"What does '{word}' mean?", "Which definition fits the word?")
+        asks = (f"What does '{word}' mean?", "Which definition fits the word?", "Explain the word.")
         return Item("definition_of_word", draw.choice((word, {"word": word})), *choice(draw, asks, options, 0))
     yes = draw.random() < 0.5
     shown = right if yes else wrong[0]
@@ -94,19 +111,31 @@ def _kind_of(draw: random.Random, nouns: list[_Sense], senses: dict[str, _Sense]
         options = [Option(kind.words[0], kind.gloss if described else "") for kind in kinds]
         if len({option.name for option in options}) == len(options):
             state = sense.words[0] if draw.random() < 0.4 else f"{sense.words[0]}: {sense.gloss}"
-            asks = (f"What kind of thing is a {sense.words[0]}?", "To which kind does it belong?", "Pick the broader term.")
+            asks = (
+                f"What kind of thing is a {sense.words[0]}?",
+                "To which kind does it belong?",
+                "Pick the broader term.",
+            )
             return Item("kind_of_thing", envelopes.wrap(draw, state, "word"), *choice(draw, asks, options, 0))
     yes = draw.random() < 0.5
     kind = above if yes else others[0]
     ask = draw.choice((f"Is this a kind of {kind.words[0]}?", f"Does '{kind.words[0]}' name the broader class of it?"))
-    return Item("kind_of_thing", envelopes.wrap(draw, f"{sense.words[0]}: {sense.gloss}", "word"), *yes_no(draw, ask, yes))
+    return Item(
+        "kind_of_thing", envelopes.wrap(draw, f"{sense.words[0]}: {sense.gloss}", "word"), *yes_no(draw, ask, yes)
+    )
 
 
 def _word_field(draw: random.Random, nouns: list[_Sense]) -> Item:
     file = draw.choice(sorted(_FIELDS))
     mine = [sense for sense in nouns if sense.file == file]
     sense = draw.choice(mine)
-    text = sense.gloss if draw.random() < 0.4 else f"{sense.words[0]} ({sense.gloss})" if draw.random() < 0.6 else sense.words[0]
+    text = (
+        sense.gloss
+        if draw.random() < 0.4
+        else f"{sense.words[0]} ({sense.gloss})"
+        if draw.random() < 0.6
+        else sense.words[0]
+    )
     others = draw.sample([other for other in _FIELDS if other != file], 11)
     roll = draw.random()
     if roll < 0.5:
@@ -115,7 +144,9 @@ def _word_field(draw: random.Random, nouns: list[_Sense]) -> Item:
         return Item("field_of_meaning", envelopes.wrap(draw, text, "entry"), *choice(draw, asks, options, 0))
     if roll < 0.75:
         yes = draw.random() < 0.5
-        ask = draw.choice(("Does it belong to the field: {}?", "Is the entry one of these: {}?", "Would you file it under {}?"))
+        ask = draw.choice(
+            ("Does it belong to the field: {}?", "Is the entry one of these: {}?", "Would you file it under {}?")
+        )
         ask = ask.format(_FIELDS[file if yes else others[0]][1])
         return Item("field_of_meaning", envelopes.wrap(draw, text, "entry"), *yes_no(draw, ask, yes))
     total = draw.randint(2, 4)
@@ -126,7 +157,11 @@ def _word_field(draw: random.Random, nouns: list[_Sense]) -> Item:
     draw.shuffle(words)
     levels = ["none", "one", "two", "three", "four"][: total + 1]
     ask = f"How many of the words are among {_FIELDS[file][1]}?"
-    return Item("field_of_meaning", draw.choice((words, ", ".join(words))), *score(draw, (ask,), levels, level(total + 1, hits, 0.1)))
+    return Item(
+        "field_of_meaning",
+        draw.choice((words, ", ".join(words))),
+        *score(draw, (ask,), levels, level(total + 1, hits, 0.1)),
+    )
 
 
 def _alike(draw: random.Random, parts: dict[str, list[_Sense]], pairs: list[tuple[_Sense, _Sense]]) -> Item:
@@ -135,11 +170,15 @@ def _alike(draw: random.Random, parts: dict[str, list[_Sense]], pairs: list[tupl
     twins = [s for s in draw.sample(parts["n"] + parts["v"] + parts["a"], 60) if len(s.words) > 1]
     twin = twins[0]
     grade = draw.randrange(3)
-    words = ((first.words[0], second.words[0]), (first.words[0], stranger.words[0]), (twin.words[0], twin.words[1]))[grade]
+    words = ((first.words[0], second.words[0]), (first.words[0], stranger.words[0]), (twin.words[0], twin.words[1]))[
+        grade
+    ]
     state = draw.choice((f"{words[0]} / {words[1]}", {"first": words[0], "second": words[1]}))
     if draw.random() < 0.5:
         levels = ["opposite meaning", "no clear relation", "same meaning"]
-        return Item("alike_or_opposite", state, *score(draw, ("How are the two words related?",), levels, level(3, grade, 0.06)))
+        return Item(
+            "alike_or_opposite", state, *score(draw, ("How are the two words related?",), levels, level(3, grade, 0.06))
+        )
     options = [Option("opposites"), Option("unrelated"), Option("synonyms")]
     return Item("alike_or_opposite", state, *choice(draw, ("What are the two words to each other?",), options, grade))
 
@@ -154,7 +193,11 @@ def _in_a_sentence(draw: random.Random, usual: list[_Sense]) -> Item:
     asks = (f"What does '{sense.words[0]}' mean in the sentence?", f"Which sense of '{sense.words[0]}' is meant?")
     if len({option.name for option in options}) < len(options):
         options = options[:2]
-    return Item("word_in_sentence", envelopes.wrap(draw, draw.choice(sense.examples), "sentence"), *choice(draw, asks, options, 0))
+    return Item(
+        "word_in_sentence",
+        envelopes.wrap(draw, draw.choice(sense.examples), "sentence"),
+        *choice(draw, asks, options, 0),
+    )
 
 
 def _line(senses: dict[str, _Sense], sense: _Sense) -> list[str]:

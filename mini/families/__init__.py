@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mini.families import banks, limits, reasoning, records
+from mini.families import banks, comparisons, limits, policies, records, statements, timing
 from mini.families.grammar import BANKS
 from mini.families.questions import Answer
 from mini.items import Item, Kind
@@ -30,24 +30,24 @@ _RULES: tuple[Rule, ...] = (
     records.order_record,
     records.rights_table,
     records.on_the_list,
-    reasoning.return_window,
-    reasoning.deadline,
-    reasoning.which_is_more,
-    reasoning.meeting_overlap,
-    reasoning.both_conditions,
-    reasoning.house_rules,
-    reasoning.does_it_say,
-    reasoning.how_they_relate,
-    reasoning.answers_the_question,
-    reasoning.points_rule,
-    reasoning.steps_rule,
-    reasoning.exception_rule,
-    reasoning.first_or_last,
-    reasoning.newer_version,
-    reasoning.format_check,
-    reasoning.same_meaning,
+    timing.return_window,
+    timing.deadline,
+    comparisons.which_is_more,
+    timing.meeting_overlap,
+    policies.both_conditions,
+    policies.house_rules,
+    statements.does_it_say,
+    statements.how_they_relate,
+    statements.answers_the_question,
+    policies.points_rule,
+    policies.steps_rule,
+    policies.exception_rule,
+    timing.first_or_last,
+    comparisons.newer_version,
+    comparisons.format_check,
+    statements.same_meaning,
 )
-_HELD_OUT_RULES: tuple[Rule, ...] = (reasoning.expiry, reasoning.open_now)
+_HELD_OUT_RULES: tuple[Rule, ...] = (timing.expiry, timing.open_now)
 
 
 @cache
@@ -78,7 +78,7 @@ def _named(told: list[Any], rules: tuple[Rule, ...]) -> dict[str, Family]:
 
 
 def _ruled(rule: Rule) -> Family:
-    name = rule.__name__  # type: ignore[attr-defined]
+    name = rule.__name__
 
     def make(draw: random.Random, kind: Kind) -> Item:
         state, answer = rule(draw, kind)

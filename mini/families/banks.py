@@ -238,12 +238,22 @@ def _share(draw: random.Random, nouns: str, phrases: tuple[str, ...], hits: int,
         levels = list(_COUNTS[: total + 1])
         if draw.random() < 0.3:
             levels = [str(i) for i in range(total + 1)]
-        return score(draw, (f"How many of the {nouns} {phrase}?", f"Count the {nouns} that {phrase}."), levels,
-                     level(total + 1, hits, 0.06))  # fmt: skip
+        return score(
+            draw,
+            (f"How many of the {nouns} {phrase}?", f"Count the {nouns} that {phrase}."),
+            levels,
+            level(total + 1, hits, 0.06),
+        )
     grade = 0 if hits == 0 else 2 if hits == total else 1
-    levels = list(draw.choice((("none", "some", "all"), ("not at all", "partly", "entirely"), ("no", "in part", "yes"))))
-    return score(draw, (f"To what extent is it so that the {nouns} {phrase}?", f"Do the {nouns} fit: they {phrase}?"),
-                 levels, level(3, grade, 0.04))  # fmt: skip
+    levels = list(
+        draw.choice((("none", "some", "all"), ("not at all", "partly", "entirely"), ("no", "in part", "yes")))
+    )
+    return score(
+        draw,
+        (f"To what extent is it so that the {nouns} {phrase}?", f"Do the {nouns} fit: they {phrase}?"),
+        levels,
+        level(3, grade, 0.04),
+    )
 
 
 def read_topics(path: Path) -> Iterator[Topic]:

@@ -1,7 +1,7 @@
 """The three question types, worded in many ways, around what a family knows about a state."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 Answer = tuple[dict[str, Any], list[float]]
@@ -15,9 +15,28 @@ class Option(NamedTuple):
     meaning: str = ""
 
 
-_PICK = ("", "", "", "", " Pick exactly one.", " Choose the best fit.", " Answer with one option.", " Only one is right.")
-_WRAPS = ("{}", "{}", "{}", "{}", "{}", "Task: {}", "{} Judge by the evidence alone.", "Please decide: {}", "Question: {}")
-_KEYS = (
+_PICK = (
+    "",
+    "",
+    "",
+    "",
+    " Pick exactly one.",
+    " Choose the best fit.",
+    " Answer with one option.",
+    " Only one is right.",
+)
+_WRAPS = (
+    "{}",
+    "{}",
+    "{}",
+    "{}",
+    "{}",
+    "Task: {}",
+    "{} Judge by the evidence alone.",
+    "Please decide: {}",
+    "Question: {}",
+)
+_KEYS: tuple[Callable[[int], str], ...] = (
     lambda i: chr(ord("a") + i),
     lambda i: chr(ord("A") + i),
     lambda i: str(i + 1),

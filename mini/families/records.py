@@ -92,8 +92,26 @@ def _drawn(draw: random.Random, source: str | tuple[str, ...], count: int) -> li
     return draw.sample(words, min(count, len(words)))
 
 
-_SYSTEMS = ("mailer", "web-shop", "ledger", "crawler", "scheduler", "archive", "proxy", "router", "translator", "scanner",
-            "uploader", "indexer", "reporter", "gateway-eu", "gateway-us", "kiosk", "planner", "renderer")  # fmt: skip
+_SYSTEMS = (
+    "mailer",
+    "web-shop",
+    "ledger",
+    "crawler",
+    "scheduler",
+    "archive",
+    "proxy",
+    "router",
+    "translator",
+    "scanner",
+    "uploader",
+    "indexer",
+    "reporter",
+    "gateway-eu",
+    "gateway-us",
+    "kiosk",
+    "planner",
+    "renderer",
+)
 _CREWS = ("team Oak", "team Birch", "team Cedar", "team Maple", "team Willow", "team Pine")
 _STATES = ("open", "closed", "waiting", "approved", "rejected", "archived")
 _SHIFTS = ("early shift", "late shift", "night shift", "day off", "on call")
@@ -113,11 +131,23 @@ DIRECTORIES = (
     Directory("user_group", "name", _GROUPS, "user", "group", "<key> is in the group <owner>."),
 )
 HELD_OUT_DIRECTORIES = (
-    Directory("lent_books", ("Emma", "Ulysses", "Dracula", "Walden", "Candide", "Middlemarch", "Ivanhoe", "Faust"), "name",
-              "book", "borrower", "<key> was lent to <owner>."),
-    Directory("duty_doctor", "day", ("Dr. Reyes", "Dr. Abbott", "Dr. Chowdhury", "Dr. Lund", "Dr. Sato"), "weekday",
-              "doctor on duty", "On <key> <owner> is on duty."),
-)  # fmt: skip
+    Directory(
+        "lent_books",
+        ("Emma", "Ulysses", "Dracula", "Walden", "Candide", "Middlemarch", "Ivanhoe", "Faust"),
+        "name",
+        "book",
+        "borrower",
+        "<key> was lent to <owner>.",
+    ),
+    Directory(
+        "duty_doctor",
+        "day",
+        ("Dr. Reyes", "Dr. Abbott", "Dr. Chowdhury", "Dr. Lund", "Dr. Sato"),
+        "weekday",
+        "doctor on duty",
+        "On <key> <owner> is on duty.",
+    ),
+)
 
 
 def two_steps(draw: random.Random, kind: Kind) -> tuple[Any, Answer]:
@@ -132,7 +162,9 @@ def two_steps(draw: random.Random, kind: Kind) -> tuple[Any, Answer]:
     right = room[team[person]]
     names = list(room.values())
     if kind == "choice":
-        return state, choice(draw, (f"In which room does {person} sit?",), [Option(n) for n in names], names.index(right))
+        return state, choice(
+            draw, (f"In which room does {person} sit?",), [Option(n) for n in names], names.index(right)
+        )
     if kind == "noul":
         yes = draw.random() < 0.5
         asked = right if yes else draw.choice([name for name in names if name != right])
@@ -168,8 +200,12 @@ def order_record(draw: random.Random, kind: Kind) -> tuple[Any, Answer]:
     name = field.replace("_", " ")
     if kind == "choice":
         wrong = [w for w in grammar.pick(draw, slots[field], draw.randint(2, 6)) if w != record[field]]
-        return state, choice(draw, (f"What is the {name} of the order?", f"Read the {name}."),
-                             [Option(record[field]), *(Option(w) for w in wrong)], 0)  # fmt: skip
+        return state, choice(
+            draw,
+            (f"What is the {name} of the order?", f"Read the {name}."),
+            [Option(record[field]), *(Option(w) for w in wrong)],
+            0,
+        )
     if kind == "score":
         levels = ["one piece", "two pieces", "three pieces", "four pieces", "five pieces", "six pieces"]
         return state, score(draw, ("How many pieces are ordered?",), levels, level(6, record["quantity"] - 1, 0.06))
@@ -189,22 +225,31 @@ def rights_table(draw: random.Random, kind: Kind) -> tuple[Any, Answer]:
     role = draw.choice(roles)
     person = grammar.fill(draw, "{name}")
     lines = " ".join(f"A {r} may {', '.join(rights[r])}." for r in roles)
-    state: Any = draw.choice(({"roles": rights, "user": {"name": person, "role": role}}, f"{lines} {person} is a {role}."))
+    state: Any = draw.choice(
+        ({"roles": rights, "user": {"name": person, "role": role}}, f"{lines} {person} is a {role}.")
+    )
     if kind == "noul":
         yes = draw.random() < 0.5
         deed = draw.choice(rights[role]) if yes else draw.choice([d for d in deeds if d not in rights[role]])
-        text = draw.choice((f"May {person} {deed}?", f"Is {person} allowed to {deed}?", f"Does {person}'s role cover '{deed}'?"))
+        text = draw.choice(
+            (f"May {person} {deed}?", f"Is {person} allowed to {deed}?", f"Does {person}'s role cover '{deed}'?")
+        )
         if draw.random() < 0.2:
             return state, yes_no(draw, f"Must '{deed}' be refused to {person}?", not yes)
         return state, yes_no(draw, text, yes)
     if kind == "choice":
         right = draw.choice(rights[role])
         wrong = [d for d in deeds if d not in rights[role]]
-        return state, choice(draw, (f"What may {person} do?", f"Which action is open to {person}?"),
-                             [Option(right), *(Option(d) for d in wrong)], 0)  # fmt: skip
+        return state, choice(
+            draw,
+            (f"What may {person} do?", f"Which action is open to {person}?"),
+            [Option(right), *(Option(d) for d in wrong)],
+            0,
+        )
     levels = list(_COUNTS[: len(deeds) + 1])
-    return state, score(draw, (f"How many different actions may {person} take?",), levels,
-                        level(len(levels), len(rights[role]), 0.08))  # fmt: skip
+    return state, score(
+        draw, (f"How many different actions may {person} take?",), levels, level(len(levels), len(rights[role]), 0.08)
+    )
 
 
 def on_the_list(draw: random.Random, kind: Kind) -> tuple[Any, Answer]:
@@ -213,13 +258,19 @@ def on_the_list(draw: random.Random, kind: Kind) -> tuple[Any, Answer]:
     words = grammar.pick(draw, slot, 10)
     listed, others = words[: draw.randint(2, 6)], words[6:]
     banned = draw.random() < 0.4
-    head = draw.choice(("Not allowed", "Blocked", "Banned")) if banned else draw.choice(("Allowed", "Approved", "Accepted"))
+    head = (
+        draw.choice(("Not allowed", "Blocked", "Banned"))
+        if banned
+        else draw.choice(("Allowed", "Approved", "Accepted"))
+    )
     state: Any = draw.choice((f"{head}: {', '.join(listed)}.", {head.lower().replace(" ", "_"): listed}))
     inside = draw.random() < 0.5
     asked = draw.choice(listed if inside else others)
     if kind == "noul":
         if draw.random() < 0.5:
-            return state, yes_no(draw, draw.choice((f"Is {asked} on the list?", f"Does the list name {asked}?")), inside)
+            return state, yes_no(
+                draw, draw.choice((f"Is {asked} on the list?", f"Does the list name {asked}?")), inside
+            )
         text = f"Only the list counts: is {asked} {'forbidden' if banned else 'permitted'}?"
         return state, yes_no(draw, text, inside)
     if kind == "choice":
