@@ -48,14 +48,15 @@ class Settings:
     steps: int = 14_000
     minutes: float = 14.0  # the schedule ends then at the latest, whatever the steps
     tokens: int = 8192  # padded tokens of a batch
-    rate: float = 2.5e-4  # of all weights
+    rate: float = 3e-4  # of all weights
     factor_rate: float = 6e-4  # of the factors
     full: float = 0.6  # share of the schedule in which all weights learn
     rank: int = 64
     warmup: int = 300  # steps, in each stage
-    decay: float = 0.01
+    decay: float = 0.0  # would pull towards zero, not towards the base
     clip: float = 1.0
     workers: int = 8
+    record: int = 1  # 0: never record steps as CUDA graphs
     seed: int = 5
     checks: int = 8  # times that accuracy is looked at on the way
     check_items: int = 600  # of each file
@@ -139,7 +140,7 @@ class Stepper:
         self._recorded: dict[int, tuple[Any, Batch]] = {}
         self._pool: Any = None
         self._side: Any = torch.cuda.Stream() if self._cuda else None  # type: ignore[no-untyped-call]
-        self._recording = self._cuda
+        self._recording = self._cuda and bool(settings.record)
         self._steps = 0
 
     def step(self, batch: Batch, rate: float) -> Tensor:
@@ -181,7 +182,7 @@ class Stepper:
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._work(batch)
         except RuntimeError as failure:
             tqdm.write(f"steps are not recorded: {failure}", file=sys.stderr)
@@ -269,16 +270,8 @@ def train(
     labels = torch.tensor(Encoder(base_folder).label_ids, device=device)
     base = {name: linear.weight.detach().cpu().clone() for name, linear in linears(model)}
     stream = Stream(base_folder, items, settings.tokens, settings.seed)
-    pinned = device.type == "cuda"
-    batches = iter(
-        DataLoader(
-            stream,
-            batch_size=None,
-            num_workers=settings.workers,
-            pin_memory=pinned,
-            prefetch_factor=32 if settings.workers else None,
-        )
-    )
+    ahead = 32 if settings.workers else None
+    batches = iter(DataLoader(stream, batch_size=None, num_workers=settings.workers, prefetch_factor=ahead))
     stepper = Stepper(model, labels, learning(model), settings)
     facts: dict[str, Any] = {"items": 0, "tokens": 0, "kept": None}
     total = torch.zeros((), device=device)
