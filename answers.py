@@ -1,8 +1,10 @@
 """Label logits become answers: a softmax over the offered labels, and the formulas of the wire."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import wire
@@ -10,6 +12,44 @@ from prompts import Prompts, option_keys
 
 Scores = list[list[float]]
 """Label logits of one request: for each question those of its offered labels, FP32 values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Temperatures:
+    """What the label logits of each question type are divided by before the softmax.
+
+    Raises:
+        ValueError: one of them is not a positive number.
+    """
+
+    choice: float = 1.0
+    noul: float = 1.0
+    score: float = 1.0
+
+    def __post_init__(self) -> None:
+        for value in (self.choice, self.noul, self.score):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"temperature should be a positive number, not {value!r}")
+
+    @classmethod
+    def of_folder(cls, root: Path, override: float | None = None) -> "Temperatures":
+        """`override` for all types, else those of a folder's `temperature.json`; a folder without one has 1.0 for all.
+
+        Raises:
+            ValueError: the file does not hold a positive number by question type.
+        """
+        if override is not None:
+            return cls(override, override, override)
+        path = root / "temperature.json"
+        if not path.exists():
+            return cls()
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} cannot be used: {error}") from None
+
+    def of(self, question: wire.Question) -> float:
+        return float(getattr(self, question.type))
 
 
 def probabilities(logits: Sequence[float], temperature: float = 1.0) -> list[float]:
@@ -71,9 +111,11 @@ class Decision:
         return {"answers": answers, "meta": {"input_tokens": self.input_tokens, "seconds": self.seconds}}
 
 
-def build_decision(request: wire.DecisionRequest, prompts: Prompts, scores: Scores, temperature: float) -> Decision:
+def build_decision(
+    request: wire.DecisionRequest, prompts: Prompts, scores: Scores, temperatures: Temperatures
+) -> Decision:
     answers = {
-        name: build_answer(question, probabilities(logits, temperature))
+        name: build_answer(question, probabilities(logits, temperatures.of(question)))
         for (name, question), logits in zip(request.questions.items(), scores, strict=True)
     }
     return Decision(answers, prompts.input_tokens)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 import wire
-from answers import Decision, Scores, build_decision
+from answers import Decision, Scores, Temperatures, build_decision
 from prompts import Prompts
 from wire import BlinkError
 
@@ -63,7 +63,7 @@ class Pass(Protocol):
 class Engine(Protocol):
     """What a `Batcher` needs: `prepare` from any thread, the rest from the one thread that owns the device."""
 
-    temperature: float
+    temperatures: Temperatures
     token_budget: int
 
     def prepare(self, request: wire.DecisionRequest) -> Prompts: ...
@@ -195,7 +195,7 @@ class Batcher:
             raise entry.outcome
         assert entry.outcome is not None
         answering = time.monotonic()
-        decision = build_decision(request, prompts, entry.outcome, self._engine.temperature)
+        decision = build_decision(request, prompts, entry.outcome, self._engine.temperatures)
         decision.seconds = {
             "render": entry.queued_at - began,
             "queue": entry.started_at - entry.queued_at,

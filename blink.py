@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import qwen35
 import wire
-from answers import Scores, build_decision, probabilities
+from answers import Scores, Temperatures, build_decision, probabilities
 from batcher import Batcher, BlinkBusy
 from prompts import SMALL_QUESTIONS, PromptEncoder, Prompts, check_length, small_request
 from reference import EngineError, ReferenceBody, free_memory
@@ -131,7 +131,8 @@ class TorchEngine:
     Args:
         root: folder with config, safetensors and tokenizer with a chat template.
         device: where to run; CUDA if there is one, else the CPU.
-        temperature: divides the label logits before the softmax.
+        temperature: divides the label logits before the softmax. Unless told otherwise, and unless BLINK_TEMPERATURE
+            is set, the folder's own for each question type.
         dtype: of the weights; bfloat16 on CUDA and float32 on the CPU unless told otherwise.
         token_budget: most tokens of a pass of the reference.
         fast: whether the packed pass may be used.
@@ -146,18 +147,18 @@ class TorchEngine:
         self,
         root: str | Path,
         device: str | torch.device | None = None,
-        temperature: float = TEMPERATURE,
+        temperature: float | None = None,
         *,
         dtype: torch.dtype | None = None,
         token_budget: int = TOKEN_BUDGET,
         fast: bool = True,
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise ValueError(f"temperature should be a positive number, not {temperature}")
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
-        self.temperature = temperature
+        if temperature is None and os.environ.get("BLINK_TEMPERATURE"):
+            temperature = TEMPERATURE
+        self.temperatures = Temperatures.of_folder(Path(root), temperature)
         torch.backends.cuda.matmul.allow_tf32 = False  # label scores are FP32
 
         self._encoder = PromptEncoder(AutoTokenizer.from_pretrained(root))
@@ -208,7 +209,7 @@ class TorchEngine:
         (scores,) = self.score([prompts])
         if isinstance(scores, Exception):
             raise scores
-        return build_decision(request, prompts, scores, self.temperature).as_dict()
+        return build_decision(request, prompts, scores, self.temperatures).as_dict()
 
     def prepare(self, request: wire.DecisionRequest) -> Prompts:
         """Render and tokenize a request; needs no device.

@@ -210,7 +210,8 @@ def check_shared_args(parser: argparse.ArgumentParser, args: argparse.Namespace)
     except KeyFileError as error:
         parser.error(f"--api-key-file: {error}")
     try:
-        args.temperature = _temperature(os.environ.get("BLINK_TEMPERATURE") or "1.0")
+        own = os.environ.get("BLINK_TEMPERATURE")
+        args.temperature = _temperature(own) if own else None
         _check_model(args.model)
     except StartError as error:
         parser.error(str(error))

@@ -200,6 +200,7 @@ def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None
     import huggingface_hub.constants
     from transformers import AutoTokenizer
 
+    from answers import Temperatures
     from prompts import PromptEncoder
     from vllm_engine import VllmDecider
 
@@ -216,7 +217,7 @@ def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None
             max_model_len=args.max_model_len,
             max_concurrency=args.max_concurrency,
             max_questions=2 * args.max_num_seqs,
-            temperature=args.temperature,
+            temperatures=Temperatures.of_folder(root, args.temperature),
             on_death=on_death,
         )
         service.decider = decider

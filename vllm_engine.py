@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import wire
-from answers import Decision, Scores, build_decision
+from answers import Decision, Scores, Temperatures, build_decision
 from batcher import BlinkBusy, wait_for
 from prompts import PromptEncoder, Prompts, check_length, small_request
 from reference import EngineError
@@ -103,7 +103,7 @@ class VllmDecider:
         max_model_len: vLLM's context in tokens. A prompt may have one less: the last one is the label's.
         max_concurrency: most requests at a time; one more is refused with `BlinkBusy`.
         max_questions: most questions of one request that vLLM has at a time; each is a whole prompt in memory.
-        temperature: divides the label scores before the softmax.
+        temperatures: divide the label scores before the softmax.
         on_death: called once from the loop's thread if the engine dies.
         sampling: makes the sampling parameters of every request from the labels' ids.
 
@@ -119,14 +119,14 @@ class VllmDecider:
         max_model_len: int,
         max_concurrency: int,
         max_questions: int = 64,
-        temperature: float = 1.0,
+        temperatures: Temperatures = Temperatures(),  # noqa: B008 (it is frozen)
         on_death: Callable[[], None] | None = None,
         sampling: Callable[[Sequence[int]], Any] = label_sampling,
     ) -> None:
         self.context = min(LIMITS.tokens_per_question, max_model_len - 1)
         self.max_concurrency = max_concurrency
         self.max_questions = max_questions
-        self.temperature = temperature
+        self.temperatures = temperatures
         self._make_engine = make_engine
         self._encoder = encoder
         self._on_death = on_death
@@ -182,7 +182,7 @@ class VllmDecider:
             raise entry.outcome
         assert entry.outcome is not None
         answering = time.monotonic()
-        decision = build_decision(request, entry.prompts, entry.outcome, self.temperature)
+        decision = build_decision(request, entry.prompts, entry.outcome, self.temperatures)
         decision.seconds = {
             "render": sent - began,
             "forward": answering - sent,

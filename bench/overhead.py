@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from answers import Temperatures
 from bench.load import free_port, run, wait_ready
 
 WORDS = ["order", "customer", "screen", "cracked", "replacement", "invoice", "refund", "delay", "router", "update"]
@@ -56,7 +57,7 @@ class InstantPass:
 class InstantEngine:
     """Prepares requests as the real engine does and takes no time to score them."""
 
-    temperature = 1.0
+    temperatures = Temperatures()
     token_budget = 1 << 20
 
     def __init__(self, folder: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -30,7 +31,8 @@ BASE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ADAPTER = Path(__file__).with_name("adapter.safetensors")
 PINS = Path(__file__).parent.with_name("weights.sha256")
 # Raise this when the conversion itself changes, so that folders of the older recipe are left behind.
-RECIPE = 2
+RECIPE = 3
+TEMPERATURE = "temperature.json"
 WINDOW = 2048  # tokens that an attention layer looks back
 CONTEXT = 16_384  # tokens of a prompt; the base was trained on 8,192
 
@@ -39,8 +41,10 @@ class MiniUnavailable(Exception):
     """The built-in model cannot be had. The text is one line: what failed and what to do about it."""
 
 
-def ensure(cache: Path | None = None) -> Path:
+def ensure(cache: Path | None = None, *, adapted: bool = True) -> Path:
     """Return the folder of the built-in model, building it first if this cache has none for the current pins.
+
+    Without `adapted` it is the base as published, which training starts from.
 
     `cache` defaults to BLINK_CACHE, or `blink` under the user's cache directory. Processes that build at the same
     time wait for each other and return the same folder.
@@ -50,7 +54,7 @@ def ensure(cache: Path | None = None) -> Path:
     """
     cache = cache or default_cache()
     pins = _pins()
-    adapter_digest = _adapter_digest(pins)
+    adapter_digest = _adapter_digest(pins) if adapted else ""
     recipe = f"{RECIPE} {pins[BASE]} {adapter_digest}"
     target = cache / f"mini-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
     if target.is_dir():
@@ -94,6 +98,8 @@ def _build(cache: Path, target: Path, base_digest: str, *, merge: bool) -> None:
             step("write")
             made = work / "model"
             made.mkdir()
+            if merge and (temperature := _metadata(ADAPTER).get("temperature")):
+                (made / TEMPERATURE).write_text(temperature + "\n")
             _write(model, tokenizer, made)
             made.rename(target)
             step("ready")
@@ -189,6 +195,13 @@ def _merge(model: Any, adapter: Path) -> None:
             parameter += change
     if factors:
         raise MiniUnavailable(f"{adapter} holds {sorted(factors)[0]}, which is neither .a nor .b of a parameter")
+
+
+def _metadata(adapter: Path) -> dict[str, str]:
+    """What the adapter says about itself: `temperature`, by question type, as JSON."""
+    with adapter.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return dict(header.get("__metadata__") or {})
 
 
 def _write(model: Any, tokenizer: Any, folder: Path) -> None:

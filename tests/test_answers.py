@@ -1,6 +1,8 @@
 """Answers against the formulas and test vectors of the wire."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wire
-from answers import build_answer, choice_confidence, probabilities, score_confidence
+from answers import Temperatures, build_answer, choice_confidence, probabilities, score_confidence
 
 
 @pytest.mark.parametrize(
@@ -84,3 +86,21 @@ def test_answers_as_they_go_over_the_wire() -> None:
 def test_temperature_divides_the_logits() -> None:
     assert probabilities([0.0, math.log(9)], 2.0) == pytest.approx([0.25, 0.75])
     assert probabilities([1000.0, 0.0]) == [1.0, 0.0]
+
+
+def test_temperatures_of_a_folder(tmp_path: Path) -> None:
+    assert Temperatures.of_folder(tmp_path) == Temperatures(1.0, 1.0, 1.0)
+    (tmp_path / "temperature.json").write_text(json.dumps({"choice": 1.5, "score": 0.7}))
+    found = Temperatures.of_folder(tmp_path)
+    assert found == Temperatures(1.5, 1.0, 0.7)
+    asked = {"q": {"type": "score", "instructions": "?", "criteria": ["low", "high"]}}
+    assert found.of(wire.validate({"state": "", "questions": asked}).questions["q"]) == 0.7
+
+
+@pytest.mark.parametrize(
+    "text", ["nonsense", "[1]", '{"choice": 0}', '{"noul": NaN}', '{"noul": "warm"}', '{"box": 1}']
+)
+def test_temperatures_that_cannot_be_used(tmp_path: Path, text: str) -> None:
+    (tmp_path / "temperature.json").write_text(text)
+    with pytest.raises(ValueError, match="temperature"):
+        Temperatures.of_folder(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import wire
-from answers import Scores
+from answers import Scores, Temperatures
 from blink import Batcher, BlinkBusy, BlinkError, EngineError
 from prompts import Prompts
 
@@ -40,7 +40,7 @@ class GatedEngine:
     A request's probability of yes follows from its state's length.
     """
 
-    temperature = 1.0
+    temperatures = Temperatures()
 
     def __init__(self, token_budget: int = 1_000_000) -> None:
         self.token_budget = token_budget

@@ -1,6 +1,7 @@
 """The reference engine against whole prompts through the library's own model."""
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,25 @@ def test_the_state_is_read_once_where_layers_allow(full: Path, tiny_qwen35: Path
         engine = TorchEngine(path, "cpu")
         engine.score([prepared(engine, "fog", questions)])
         assert engine.passes == passes
+
+
+def test_the_folder_sets_the_temperatures(tiny_qwen35: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question type has its own; a temperature that is given, or set for the process, counts for all."""
+    folder = shutil.copytree(tiny_qwen35, tmp_path / "model")
+    (folder / "temperature.json").write_text('{"choice": 3.0, "noul": 0.5}')
+    engine = TorchEngine(folder, "cpu")
+    (scores,) = engine.score([prepared(engine, STATE, QUESTIONS)])
+    assert not isinstance(scores, Exception)
+    answers = engine.decide(STATE, QUESTIONS)["answers"]
+    temperature = {"choice": 3.0, "noul": 0.5, "score": 1.0}
+    for (name, question), logits in zip(QUESTIONS.items(), scores, strict=True):
+        p = probabilities(logits, temperature[question["type"]])
+        given = answers[name].get("probabilities", {"yes": answers[name].get("noul")})
+        assert list(given.values()) == pytest.approx(p[: len(given)], abs=1e-6)
+    assert {question["type"] for question in QUESTIONS.values()} == set(temperature)
+    assert TorchEngine(folder, "cpu", 2.0).temperatures.noul == 2.0
+    monkeypatch.setenv("BLINK_TEMPERATURE", "1.0")
+    assert TorchEngine(folder, "cpu").temperatures.choice == 1.0
 
 
 def test_settings(tiny_qwen35: Path, tmp_path: Path) -> None:

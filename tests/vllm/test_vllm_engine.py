@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import wire
-from answers import Decision
+from answers import Decision, Temperatures
 from blink import BlinkBusy, BlinkError, EngineError
 from prompts import Prompts
 from vllm_engine import VllmDecider
@@ -164,7 +164,7 @@ def test_answers_are_over_the_offered_labels_alone(
     make: Callable[..., VllmDecider], engine: FakeEngine, temperature: float
 ) -> None:
     engine.gate.set()
-    decider = make(temperature=temperature)
+    decider = make(temperatures=Temperatures(temperature, temperature, temperature))
     choice = {"type": "choice", "criteria": ["a", "b", "c"]}
     decision = decider.decide(request("four", first=NOUL, second=choice))
     assert noul(decision, "first") == pytest.approx(expected(4, 0, temperature))
