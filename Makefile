@@ -2,17 +2,19 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 MODEL ?= mini
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 FUZZ_S ?= 3600
 
-.PHONY: help setup setup-test serve test lint fuzz screenshot clean
+.PHONY: help setup setup-test serve test test-vllm lint fuzz screenshot clean
 
 help:
 	@echo "make serve   serve a model: MODEL=mini HOST=127.0.0.1 PORT=8000 ARGS='--continuous'"
 	@echo "make test    run every test"
+	@echo "make test-vllm   serve_vllm.py over the real vLLM, on the processor; installs 3.5 GB into $(VLLM)"
 	@echo "make fuzz    requests that nobody would write, for FUZZ_S=3600 seconds"
 	@echo "make lint    style and types"
 	@echo "make screenshot   the picture of the page in the README; needs Chromium"
@@ -40,6 +42,21 @@ serve: setup
 test: setup-test
 	$(BIN)/python -m pytest --cov --cov-report=term-missing $(ARGS)
 
+test-vllm: $(VLLM)/installed
+	$(VLLM)/bin/python -m pytest -s tests/vllm/test_real_vllm.py $(ARGS)
+
+# PyPI's torchvision and torchaudio want a CUDA torch. vLLM imports the first: without its requirements, and with the
+# operators declared that it misses. The second, and torchcodec, are only in the way.
+$(VLLM)/installed: pyproject.toml tests/vllm/requirements.txt tests/vllm/torchvision_operators.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps torchvision==0.28.0
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r tests/vllm/requirements.txt -e '.[test]'
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	cp tests/vllm/torchvision_operators.py "$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')"
+	echo 'import torchvision_operators' > \
+	  "$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')/torchvision_operators.pth"
+	@touch $@
+
 lint: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -52,4 +69,4 @@ screenshot: setup-test
 	$(BIN)/python -m bench.screenshot docs/page.png
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VLLM) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -29,6 +29,19 @@ class BlinkBusy(BlinkError):
         super().__init__(message, refused.detail, status=refused.status, headers=refused.headers)
 
 
+def wait_for(done: threading.Event, deadline: float, client_left: Callable[[], bool]) -> None:
+    """Return when a decision is done; `client_left` is asked every 50 ms.
+
+    Raises:
+        BlinkError: 504 at the deadline, a time of the monotonic clock; 499 if the client left.
+    """
+    while not done.wait(min(_LEFT_POLL_S, max(0.0, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            raise wire.refusal(504, "timeout", "the decision was not done in time")
+        if client_left():
+            raise wire.refusal(499, "client_closed_request", "the client left")
+
+
 class Job(Protocol):
     """A request on its way through the passes."""
 
@@ -173,7 +186,11 @@ class Batcher:
             raise BlinkBusy("the queue is full")  # before tokenizing, which costs more than the refusal
         prompts = self._engine.prepare(request)
         entry = self._admit(prompts)
-        self._wait(entry, began + timeout_s, client_left)
+        try:
+            wait_for(entry.done, began + timeout_s, client_left)
+        except BlinkError:
+            self._withdraw(entry)
+            raise
         if isinstance(entry.outcome, Exception):
             raise entry.outcome
         assert entry.outcome is not None
@@ -213,15 +230,6 @@ class Batcher:
             self._queue.append(entry)
             self._changed.notify_all()
         return entry
-
-    def _wait(self, entry: _Entry, deadline: float, client_left: Callable[[], bool]) -> None:
-        while not entry.done.wait(min(_LEFT_POLL_S, max(0.0, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
-                self._withdraw(entry)
-                raise wire.refusal(504, "timeout", "the decision was not done in time")
-            if client_left():
-                self._withdraw(entry)
-                raise wire.refusal(499, "client_closed_request", "the client left")
 
     def _withdraw(self, entry: _Entry) -> None:
         with self._changed:

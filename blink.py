@@ -17,7 +17,7 @@ Use as a library:
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ import qwen35
 import wire
 from answers import Scores, build_decision, probabilities
 from batcher import Batcher, BlinkBusy
-from prompts import PromptEncoder, Prompts
+from prompts import SMALL_QUESTIONS, PromptEncoder, Prompts, check_length, small_request
 from reference import EngineError, ReferenceBody, free_memory
 from wire import LIMITS, BlinkError
 
@@ -217,11 +217,7 @@ class TorchEngine:
             BlinkError: a question is longer than the model's context, naming the first one.
         """
         prompts = self._encoder.encode(request)
-        for name, tail in zip(request.questions, prompts.tails, strict=True):
-            tokens = len(prompts.prefix) + len(tail)
-            if tokens > self.context:
-                message = f"{tokens} tokens exceed the maximum context length of {self.context} tokens"
-                raise wire.violation("max_tokens_exceeded", ["body", "questions", name], message)
+        check_length(request, prompts, self.context)
         return prompts
 
     def score(self, batch: Sequence[Prompts]) -> list[Scores | Exception]:
@@ -239,7 +235,7 @@ class TorchEngine:
         Raises:
             EngineError: the pass failed.
         """
-        prompts = self.prepare(_small_request())
+        prompts = self.prepare(small_request())
         first, second = self.score([prompts]), self.score([prompts])
         for scores in (*first, *second):
             if isinstance(scores, Exception):
@@ -296,8 +292,8 @@ class TorchEngine:
         How far bfloat16 alone moves an answer is seen from the reference itself, which reads the same questions
         together and one by one; the packed pass may differ by `_TOLERANCE` more than that.
         """
-        requests = [_small_request([name]) for name in _SMALL_QUESTIONS]
-        prompts = [self.prepare(_small_request()), *(self.prepare(request) for request in requests)]
+        requests = [small_request([name]) for name in SMALL_QUESTIONS]
+        prompts = [self.prepare(small_request()), *(self.prepare(request) for request in requests)]
         reference = ReferenceBody(root, self.device, self.dtype, token_budget=TOKEN_BUDGET)
         self._use(reference)
         with reference.published_operators():
@@ -315,18 +311,6 @@ class TorchEngine:
             self.why_reference = f"the packed pass moves answers by {difference:.3f}, bfloat16 alone by {noise:.3f}"
             self._body = None
             free_memory()
-
-
-_SMALL_QUESTIONS: Mapping[str, Any] = {
-    "kind": {"type": "choice", "instructions": "What is it about?", "criteria": ["a gate", "a boat", "a bill"]},
-    "open": {"type": "noul", "instructions": "Was the gate open?"},
-    "urgency": {"type": "score", "instructions": "How urgent is it?", "criteria": ["can wait", "today", "now"]},
-}
-
-
-def _small_request(names: Iterable[str] = tuple(_SMALL_QUESTIONS)) -> wire.DecisionRequest:
-    questions = {name: _SMALL_QUESTIONS[name] for name in names}
-    return wire.validate({"state": "The gate was left open overnight, and a boat is gone.", "questions": questions})
 
 
 def _probabilities(scores: Scores | Exception) -> list[list[float]]:

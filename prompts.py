@@ -6,7 +6,7 @@ Every string marked as an interface constant is exact: change one and the answer
 import json
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, product
 from typing import Any
@@ -24,7 +24,7 @@ SYSTEM = (
 _GENERIC_KEY = re.compile(r"[A-Za-z]{1,2}|[0-9]+|option[_ ]?[0-9]+|opt[0-9]+")
 _ASIDE = " — "
 
-_PIECE = 1024  # characters of a long state that one thread tokenizes
+_PIECE = 512  # characters of a long state that one thread tokenizes
 _BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 
 # --- question -> text ------------------------------------------------------------------------------------------------
@@ -205,6 +205,32 @@ class PromptEncoder:
             body = render_state(state) + render_question(request.questions["q"], self.labels)
             samples.append((request, self._encode([head + body + foot])[0]))
         return samples
+
+
+def check_length(request: wire.DecisionRequest, prompts: Prompts, context: int) -> None:
+    """See that every question's whole prompt fits into `context` tokens.
+
+    Raises:
+        BlinkError: one does not, naming the first.
+    """
+    for name, tail in zip(request.questions, prompts.tails, strict=True):
+        tokens = len(prompts.prefix) + len(tail)
+        if tokens > context:
+            message = f"{tokens} tokens exceed the maximum context length of {context} tokens"
+            raise wire.violation("max_tokens_exceeded", ["body", "questions", name], message)
+
+
+SMALL_QUESTIONS: Mapping[str, Any] = {
+    "kind": {"type": "choice", "instructions": "What is it about?", "criteria": ["a gate", "a boat", "a bill"]},
+    "open": {"type": "noul", "instructions": "Was the gate open?"},
+    "urgency": {"type": "score", "instructions": "How urgent is it?", "criteria": ["can wait", "today", "now"]},
+}
+
+
+def small_request(names: Iterable[str] = tuple(SMALL_QUESTIONS)) -> wire.DecisionRequest:
+    """A request to warm up with and to compare engines by."""
+    questions = {name: SMALL_QUESTIONS[name] for name in names}
+    return wire.validate({"state": "The gate was left open overnight, and a boat is gone.", "questions": questions})
 
 
 def _pieces(text: str) -> list[str]:

@@ -19,10 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from types import FrameType
 from typing import NoReturn
 
+from pydantic import ValidationError
 from tqdm import tqdm
 
 import logs
@@ -94,15 +96,13 @@ class _OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"blink: {' '.join(message.split())} (--help lists the settings)\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def new_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    return _OneLineParser(prog=prog, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The flags about the model that every server has; returns their group for further ones."""
     env = os.environ.get
-    parser = _OneLineParser(
-        prog="blink-serve",
-        description="Answer typed questions about a state with probabilities, from one forward pass of a local model. "
-        "Serves POST /v1/systemone, GET /v1/models, /healthz, /metrics and a page to try it at /.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
@@ -111,18 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--revision", default=env("BLINK_REVISION") or None, help="of a hub id; env BLINK_REVISION")
     model.add_argument("--model-name", help="name in answers and /v1/models; the folder's or id's own if not given")
-    model.add_argument("--device", help="cuda, cuda:1 or cpu; the GPU if there is one")
-    model.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        help="of the weights; bfloat16 on a GPU and float32 on a CPU if not given (label scores are always float32)",
-    )
-    model.add_argument(
-        "--engine",
-        choices=("auto", "reference"),
-        default="auto",
-        help="auto: the packed pass where GPU and model allow; reference: transformers in any case",
-    )
+    return model
+
+
+def add_address_flags(parser: argparse.ArgumentParser) -> None:
     address = parser.add_argument_group("address")
     address.add_argument("--host", default="127.0.0.1", help="address to bind; 0.0.0.0 or :: for every interface")
     address.add_argument("--port", type=int_range(0, 65535), default=8000, help="0 picks a free one")
@@ -138,11 +130,48 @@ def _parser() -> argparse.ArgumentParser:
         help="a file of further keys, one a line, # for comments; read again at SIGHUP; env BLINK_API_KEY_FILE",
     )
     address.add_argument("--no-page", action="store_true", help="serve no page at / to try the model in a browser")
+
+
+def add_limit_flags(limits: argparse._ArgumentGroup) -> None:
+    limits.add_argument("--max-body-bytes", type=int_range(1024, 1 << 30), default=20 << 20, help="of a request")
+    limits.add_argument("--max-connections", type=int_range(1, 65536), default=512, help="one more is answered 503")
+    limits.add_argument(
+        "--request-timeout-s", type=int_range(1, 3600), default=180, help="a decision that takes longer is answered 504"
+    )
+
+
+def add_log_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--access-log", action="store_true", help="log a line for every request")
+    add("--log-format", choices=("text", "json"), default="text", help="json: every line is one object")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="how much to log")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "blink-serve",
+        "Answer typed questions about a state with probabilities, from one forward pass of a local model. "
+        "Serves POST /v1/systemone, GET /v1/models, /healthz, /metrics and a page to try it at /.",
+    )
+    model = add_model_flags(parser)
+    model.add_argument("--device", help="cuda, cuda:1 or cpu; the GPU if there is one")
+    model.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of the weights; bfloat16 on a GPU and float32 on a CPU if not given (label scores are always float32)",
+    )
+    model.add_argument(
+        "--engine",
+        choices=("auto", "reference"),
+        default="auto",
+        help="auto: the packed pass where GPU and model allow; reference: transformers in any case",
+    )
+    add_address_flags(parser)
     grouping = parser.add_argument_group("grouping", "without these, requests are decided one at a time in order")
     grouping.add_argument(
         "--batch-window-ms",
         type=window_ms,
-        default=env("BLINK_BATCH_WINDOW_MS") or "0",
+        default=os.environ.get("BLINK_BATCH_WINDOW_MS") or "0",
         help="decide requests that arrive within this time together; 0 is off; env BLINK_BATCH_WINDOW_MS",
     )
     grouping.add_argument(
@@ -153,14 +182,8 @@ def _parser() -> argparse.ArgumentParser:
     limits.add_argument(
         "--max-queued-requests", type=int_range(1, 1024), default=64, help="waiting requests; one more is answered 503"
     )
-    limits.add_argument("--max-body-bytes", type=int_range(1024, 1 << 30), default=20 << 20, help="of a request")
-    limits.add_argument("--max-connections", type=int_range(1, 65536), default=512, help="one more is answered 503")
-    limits.add_argument(
-        "--request-timeout-s", type=int_range(1, 3600), default=180, help="a decision that takes longer is answered 504"
-    )
-    add("--access-log", action="store_true", help="log a line for every request")
-    add("--log-format", choices=("text", "json"), default="text", help="json: every line is one object")
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="how much to log")
+    add_limit_flags(limits)
+    add_log_flags(parser)
     return parser
 
 
@@ -170,6 +193,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.continuous and args.batch_window_ms:
         parser.error("--continuous does not wait, so it takes no --batch-window-ms: choose one")
+    check_shared_args(parser, args)
+    return args
+
+
+def check_shared_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Check what `add_model_flags` and `add_address_flags` read, and add the settings without a flag."""
     if args.revision and is_local(args.model):
         args.revision = None  # an environment variable may be set for another model
     try:
@@ -185,7 +214,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         _check_model(args.model)
     except StartError as error:
         parser.error(str(error))
-    return args
 
 
 def is_local(model: str) -> bool:
@@ -300,21 +328,38 @@ def find_model(model: str, revision: str | None) -> tuple[Path, str | None]:
 # --- start to end ----------------------------------------------------------------------------------------------------
 
 
-def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None]) -> None:
-    """Find, check and load the model, warm it up and open the service.
+def checked_model(
+    service: Service, args: argparse.Namespace, meanwhile: Callable[[], object] = lambda: None
+) -> tuple[Path, str | None, bool | None]:
+    """The model's folder, its revision if it came from the hub, and whether its files have known digests.
+
+    `meanwhile` runs while the files are read.
 
     Raises:
-        StartError: the model cannot be served.
+        StartError: it cannot be had, or a file does not match its digest.
     """
     root, revision = find_model(args.model, args.revision)
 
     def verifying(share: float) -> None:
         service.progress = 0.3 * share
 
-    verified, bad = verify(root, verifying)
+    with ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(verify, root, verifying)
+        meanwhile()
+        verified, bad = checked.result()
     if bad:
         raise StartError(f"these files do not match weights.sha256, download them again: {', '.join(bad)}")
     service.progress = 0.3
+    return root, revision, verified
+
+
+def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None]) -> None:
+    """Find, check and load the model, warm it up and open the service.
+
+    Raises:
+        StartError: the model cannot be served.
+    """
+    root, revision, verified = checked_model(service, args, lambda: import_module("blink"))
 
     import huggingface_hub.constants
     import torch
@@ -333,8 +378,7 @@ def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None
         repeat_identical = engine.warm_up()
     except Exception as error:  # over broken files the libraries raise errors of every kind
         log.debug("loading failed", exc_info=True)
-        reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-        raise StartError(f"{args.model} cannot be loaded: {reason}") from None
+        raise StartError(f"{args.model} cannot be loaded: {reason(error)}") from None
     if engine.why_reference and fast and engine.device.type == "cuda":
         log.warning("the packed pass is not used: %s", engine.why_reference)
     grouped = args.continuous or args.batch_window_ms > 0
@@ -371,6 +415,14 @@ def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None
     service.status = "ok"
 
 
+def reason(error: Exception) -> str:
+    """What went wrong, in one line."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, ValidationError):  # its first line only counts the others
+        lines = [error.errors(include_url=False)[0]["msg"]]
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
 def settle() -> None:
     """Make the interpreter ready for many threads and one that must not wait."""
     gc.collect()
@@ -394,23 +446,29 @@ def mode(args: argparse.Namespace) -> str:
     return "one request at a time"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
-    args = parse_args(argv)
+def new_service(args: argparse.Namespace, mode: str) -> Service:
+    """Set up logging and the libraries' environment, and make the service that is still to be loaded."""
     logs.set_up(args.log_level, args.log_format)
     if args.log_format == "json":
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if is_local(args.model):
         go_offline()
-    service = Service(
+    return Service(
         name=served_name(args),
         keys=args.keys,
         max_body_bytes=args.max_body_bytes,
         max_connections=args.max_connections,
         request_timeout_s=args.request_timeout_s,
         access_log=args.access_log,
+        mode=mode,
         page=None if args.no_page else page.load(),
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    args = parse_args(argv)
+    service = new_service(args, mode(args))
     return run(service, args, lambda on_death: load(service, args, on_death))
 
 
@@ -455,7 +513,7 @@ def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[]
         facts.get("dtype"),
         facts.get("kernels"),
         address,
-        mode(args),
+        service.mode,
     )
     while True:
         with contextlib.suppress(queue.Empty):

@@ -125,6 +125,7 @@ class Service:
     max_connections: int
     request_timeout_s: float
     access_log: bool = False
+    mode: str = ""
     page: Page | None = None
     status: str = "loading"
     progress: float = 0.0

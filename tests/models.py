@@ -18,11 +18,17 @@ CACHE = Path(__file__).parents[1] / ".cache"
 SEED = 3
 
 
-def tiny_qwen35() -> Path:
-    """Return a folder like blink-4b's, with the real vocabulary and 4 small random layers (16 MB)."""
+def tiny_qwen35(head_dim: int = 32, linear_head_dim: int = 16, sharpness: float = 6.0) -> Path:
+    """Return a folder like blink-4b's, with the real vocabulary and 4 small random layers (16 MB).
+
+    Args:
+        head_dim: of the attention layers, a multiple of 32.
+        linear_head_dim: of the DeltaNet layers' keys and values.
+        sharpness: mean of the final norm's weights, to which the label logits are proportional.
+    """
     sources = (Path(__file__), Path(tokenizer.__file__))
     recipe = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
-    target = CACHE / f"tiny-qwen35-{recipe}"
+    target = CACHE / f"tiny-qwen35-{head_dim}-{linear_head_dim}-{sharpness:g}-{recipe}"
     if target.is_dir():
         return target
     CACHE.mkdir(exist_ok=True)
@@ -31,7 +37,7 @@ def tiny_qwen35() -> Path:
         made = work / "model"
         made.mkdir()
         tokenizer.write_tokenizer(made)
-        _write_weights(made)
+        _write_weights(made, head_dim, linear_head_dim, sharpness)
         _write_digests(made)
         if not target.is_dir():
             os.rename(made, target)
@@ -40,10 +46,11 @@ def tiny_qwen35() -> Path:
     return target
 
 
-def _write_weights(folder: Path) -> None:
+def _write_weights(folder: Path, head_dim: int, linear_head_dim: int, sharpness: float) -> None:
     import torch
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+    rotary_pairs = head_dim // 8
     config = Qwen3_5TextConfig(
         architectures=["Qwen3_5ForCausalLM"],
         dtype="bfloat16",
@@ -53,11 +60,11 @@ def _write_weights(folder: Path) -> None:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=head_dim,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
+        linear_key_head_dim=linear_head_dim,
+        linear_value_head_dim=linear_head_dim,
         max_position_embeddings=262_144,
         tie_word_embeddings=True,
         eos_token_id=248_044,
@@ -66,7 +73,7 @@ def _write_weights(folder: Path) -> None:
             "rope_theta": 10_000_000.0,
             "partial_rotary_factor": 0.25,
             "mrope_interleaved": True,
-            "mrope_section": [2, 1, 1],
+            "mrope_section": [rotary_pairs // 2, rotary_pairs // 4, rotary_pairs // 4],
         },
     )
     with torch.random.fork_rng(devices=[]):
@@ -74,7 +81,7 @@ def _write_weights(folder: Path) -> None:
         model = Qwen3_5ForCausalLM(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                _draw(name, parameter)
+                _draw(name, parameter, sharpness)
     model.to(torch.bfloat16)
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
@@ -100,7 +107,7 @@ def _save_shards(parameters: dict[str, Any], folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _draw(name: str, parameter: Any) -> None:
+def _draw(name: str, parameter: Any, sharpness: float) -> None:
     """Random values that make answers depend on the whole prompt: long memory, peaked attention, layers that count."""
     if "embed_tokens" in name:
         parameter.normal_(std=0.05)
@@ -111,7 +118,7 @@ def _draw(name: str, parameter: Any) -> None:
     elif name.endswith(("q_norm.weight", "k_norm.weight")):
         parameter.normal_(mean=0.7, std=0.1)
     elif name == "model.norm.weight":
-        parameter.normal_(mean=6, std=0.5)
+        parameter.normal_(mean=sharpness, std=sharpness / 12)
     elif "norm" in name:
         parameter.add_(parameter.clone().normal_(std=0.1))
     else:

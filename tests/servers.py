@@ -73,9 +73,13 @@ StartServer = Callable[..., AbstractContextManager[RunningServer]]
 
 @contextmanager
 def start_server(
-    *args: str, model: Path | str | None = None, env: dict[str, str] | None = None, wait: bool = True
+    *args: str,
+    model: Path | str | None = None,
+    env: dict[str, str] | None = None,
+    wait: bool = True,
+    script: str = "serve.py",
 ) -> Iterator[RunningServer]:
-    """Run `serve.py` with these arguments on a free port, by default with the tiny model, and stop it at the end.
+    """Run a server's script with these arguments on a free port, by default with the tiny model; stop it at the end.
 
     Yields when the server is ready, or at once without `wait`. `env` is added to this process's own environment, from
     which the settings that the server reads are taken out.
@@ -84,7 +88,7 @@ def start_server(
     kept = {name: value for name, value in os.environ.items() if name not in settings}
     environment = kept | {"BLINK_CACHE": str(mini_cache()), "OMP_NUM_THREADS": "2"} | (env or {})
     port = free_port()
-    command = [sys.executable, str(ROOT / "serve.py"), "--model", str(model or models.tiny_qwen35())]
+    command = [sys.executable, str(ROOT / script), "--model", str(model or models.tiny_qwen35())]
     with tempfile.NamedTemporaryFile(prefix="server-", suffix=".log") as log:
         process = subprocess.Popen(
             [*command, "--port", str(port), *args],
