@@ -132,6 +132,10 @@ def test_a_bad_key_file_ends_the_start(tiny_qwen35: Path, tmp_path: Path) -> Non
 
 
 def test_a_hangup_without_a_key_file_ends_the_server(start_server: StartServer) -> None:
-    with start_server() as running:
-        os.kill(running.process.pid, signal.SIGHUP)
-        assert running.process.wait(30) == -signal.SIGHUP
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
+    try:
+        with start_server() as running:
+            os.kill(running.process.pid, signal.SIGHUP)
+            assert running.process.wait(30) == -signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, inherited)
