@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import ValidationError
 from tqdm import tqdm
@@ -32,6 +32,9 @@ import page
 from keys import KeyFileError, Keys
 from service import Service, handler_for
 from transport import Server, listen
+
+if TYPE_CHECKING:
+    import blink
 
 log = logging.getLogger("blink")
 
@@ -114,6 +117,22 @@ def add_model_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return model
 
 
+def add_engine_flags(model: argparse._ArgumentGroup) -> None:
+    """The flags of what `load_engine` makes."""
+    model.add_argument("--device", help="cuda, cuda:1 or cpu; the GPU if there is one")
+    model.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of the weights; bfloat16 on a GPU and float32 on a CPU if not given (label scores are always float32)",
+    )
+    model.add_argument(
+        "--engine",
+        choices=("auto", "reference"),
+        default="auto",
+        help="auto: the packed pass where GPU and model allow; reference: transformers in any case",
+    )
+
+
 def add_address_flags(parser: argparse.ArgumentParser) -> None:
     address = parser.add_argument_group("address")
     address.add_argument("--host", default="127.0.0.1", help="address to bind; 0.0.0.0 or :: for every interface")
@@ -153,19 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         "Answer typed questions about a state with probabilities, from one forward pass of a local model. "
         "Serves POST /v1/systemone, GET /v1/models, /healthz, /metrics and a page to try it at /.",
     )
-    model = add_model_flags(parser)
-    model.add_argument("--device", help="cuda, cuda:1 or cpu; the GPU if there is one")
-    model.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        help="of the weights; bfloat16 on a GPU and float32 on a CPU if not given (label scores are always float32)",
-    )
-    model.add_argument(
-        "--engine",
-        choices=("auto", "reference"),
-        default="auto",
-        help="auto: the packed pass where GPU and model allow; reference: transformers in any case",
-    )
+    add_engine_flags(add_model_flags(parser))
     add_address_flags(parser)
     grouping = parser.add_argument_group("grouping", "without these, requests are decided one at a time in order")
     grouping.add_argument(
@@ -199,8 +206,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def check_shared_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Check what `add_model_flags` and `add_address_flags` read, and add the settings without a flag."""
-    if args.revision and is_local(args.model):
-        args.revision = None  # an environment variable may be set for another model
+    check_model_args(parser, args)
     try:
         if args.api_key is None and (key := os.environ.get("BLINK_API_KEY")):
             args.api_key = api_key(key)
@@ -209,6 +215,12 @@ def check_shared_args(parser: argparse.ArgumentParser, args: argparse.Namespace)
         parser.error(f"BLINK_API_KEY {error}")
     except KeyFileError as error:
         parser.error(f"--api-key-file: {error}")
+
+
+def check_model_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Check what `add_model_flags` reads, and add the settings without a flag."""
+    if args.revision and is_local(args.model):
+        args.revision = None  # an environment variable may be set for another model
     try:
         own = os.environ.get("BLINK_TEMPERATURE")
         args.temperature = _temperature(own) if own else None
@@ -330,28 +342,52 @@ def find_model(model: str, revision: str | None) -> tuple[Path, str | None]:
 
 
 def checked_model(
-    service: Service, args: argparse.Namespace, meanwhile: Callable[[], object] = lambda: None
+    args: argparse.Namespace, progress: Callable[[float], None], meanwhile: Callable[[], object] = lambda: None
 ) -> tuple[Path, str | None, bool | None]:
     """The model's folder, its revision if it came from the hub, and whether its files have known digests.
 
-    `meanwhile` runs while the files are read.
+    `progress` is told the share of the files read, 0 to 1; `meanwhile` runs while they are read.
 
     Raises:
         StartError: it cannot be had, or a file does not match its digest.
     """
     root, revision = find_model(args.model, args.revision)
-
-    def verifying(share: float) -> None:
-        service.progress = 0.3 * share
-
     with ThreadPoolExecutor(1) as pool:
-        checked = pool.submit(verify, root, verifying)
+        checked = pool.submit(verify, root, progress)
         meanwhile()
         verified, bad = checked.result()
     if bad:
         raise StartError(f"these files do not match weights.sha256, download them again: {', '.join(bad)}")
-    service.progress = 0.3
+    progress(1.0)
     return root, revision, verified
+
+
+def load_engine(
+    root: Path, args: argparse.Namespace, progress: Callable[[float], None]
+) -> "tuple[blink.TorchEngine, bool]":
+    """The engine over a model folder, and whether it repeats itself to the bit.
+
+    `progress` is told the share that is done, 0 to 1.
+
+    Raises:
+        StartError: the folder cannot be served.
+    """
+    import torch
+
+    import blink
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # what it would say of kernels is in /healthz
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    fast = args.engine == "auto"
+    try:
+        engine = blink.TorchEngine(root, args.device, args.temperature, dtype=dtype, fast=fast, progress=progress)
+        repeat_identical = engine.warm_up()
+    except Exception as error:  # over broken files the libraries raise errors of every kind
+        log.debug("loading failed", exc_info=True)
+        raise StartError(f"{args.model} cannot be loaded: {reason(error)}") from None
+    if engine.why_reference and fast and engine.device.type == "cuda":
+        log.warning("the packed pass is not used: %s", engine.why_reference)
+    return engine, repeat_identical
 
 
 def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None]) -> None:
@@ -360,28 +396,20 @@ def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None
     Raises:
         StartError: the model cannot be served.
     """
-    root, revision, verified = checked_model(service, args, lambda: import_module("blink"))
 
-    import huggingface_hub.constants
-    import torch
-
-    import blink
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # what it would say of kernels is in /healthz
+    def verifying(share: float) -> None:
+        service.progress = 0.3 * share
 
     def loading(share: float) -> None:
         service.progress = 0.3 + 0.6 * share
 
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    fast = args.engine == "auto"
-    try:
-        engine = blink.TorchEngine(root, args.device, args.temperature, dtype=dtype, fast=fast, progress=loading)
-        repeat_identical = engine.warm_up()
-    except Exception as error:  # over broken files the libraries raise errors of every kind
-        log.debug("loading failed", exc_info=True)
-        raise StartError(f"{args.model} cannot be loaded: {reason(error)}") from None
-    if engine.why_reference and fast and engine.device.type == "cuda":
-        log.warning("the packed pass is not used: %s", engine.why_reference)
+    root, revision, verified = checked_model(args, verifying, lambda: import_module("blink"))
+
+    import huggingface_hub.constants
+
+    import blink
+
+    engine, repeat_identical = load_engine(root, args, loading)
     grouped = args.continuous or args.batch_window_ms > 0
     max_requests = (args.max_queued_requests if args.continuous else args.max_batch_requests) if grouped else 1
     service.decider = blink.Batcher(

@@ -194,7 +194,11 @@ def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None
         import vllm
     except ImportError as error:
         raise StartError(f"vLLM does not import ({error}): pip install -r requirements-vllm.txt") from None
-    root, revision, verified = serve.checked_model(service, args)
+
+    def verifying(share: float) -> None:
+        service.progress = 0.3 * share
+
+    root, revision, verified = serve.checked_model(args, verifying)
     settings = engine_settings(root, args)
 
     import huggingface_hub.constants
