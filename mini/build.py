@@ -173,7 +173,10 @@ def _convert(folder: Path) -> tuple[Any, Any]:
 
 
 def _merge(model: Any, adapter: Path) -> None:
-    """Add the adapter to the model: for a parameter `p` it holds `p.a` [r, in] and `p.b` [out, r]; p += b @ a."""
+    """Add the adapter to the model: for a parameter `p` it holds `p.a` [r, in] and `p.b` [out, r]; p += b @ a.
+
+    The sum begins with the base in bfloat16, as it was trained on and as it is served without an adapter.
+    """
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -192,7 +195,7 @@ def _merge(model: Any, adapter: Path) -> None:
             parameter = parameters.get(name)
             if change is None or parameter is None or change.shape != parameter.shape:
                 raise MiniUnavailable(f"{adapter} does not fit the base at {name}: train it again for {BASE}")
-            parameter += change
+            parameter.copy_(parameter.bfloat16().float() + change)
     if factors:
         raise MiniUnavailable(f"{adapter} holds {sorted(factors)[0]}, which is neither .a nor .b of a parameter")
 

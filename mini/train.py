@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
+from answers import probabilities
 from mini import build
 from mini.batches import WIDTHS, Batch, Encoder, Stream, ordered
 from mini.items import KINDS, Item, read_items
@@ -308,6 +309,25 @@ def train(
     return facts | {"steps": step, "seconds": round(time.monotonic() - start, 1)}
 
 
+def merged_difference(
+    base_folder: Path,
+    adapter: Path,
+    encoder: Encoder,
+    items: Sequence[Item],
+    logits: Sequence[Sequence[float]],
+    device: torch.device,
+    tokens: int,
+) -> float:
+    """How far the merged model's probabilities are from those of these logits at most: the trained model's."""
+    merged = load(base_folder, torch.device("cpu"))
+    build._merge(merged, adapter)
+    merged = merged.bfloat16().float().to(device)
+    labels = torch.tensor(encoder.label_ids, device=device)
+    again = probe(merged, labels, encoder, items, tokens)
+    pairs = zip(map(probabilities, logits), map(probabilities, again), strict=True)
+    return max(abs(p - q) for one, other in pairs for p, q in zip(one, other, strict=True))
+
+
 def write_adapter(path: Path, model: Any, temperatures: dict[str, float]) -> str:
     """Write the adapter with its temperatures and return its digest."""
     metadata = {"temperature": json.dumps(temperatures, sort_keys=True)}
@@ -358,10 +378,15 @@ def main() -> int:
         tqdm.write(json.dumps(point), file=sys.stderr)
 
     facts = train(model, base, items, settings, device, check)
+    write_adapter(args.out, model, dict.fromkeys(KINDS, 1.0))  # whatever fails from here on, the training is kept
     temperatures = fitted_temperatures(
         measuring["fit"], probe(model, labels, encoder, measuring["fit"], settings.tokens)
     )
     digest = write_adapter(args.out, model, temperatures)
+    seen = sample["unseen"]
+    difference = merged_difference(
+        base, args.out, encoder, seen, probe(model, labels, encoder, seen, settings.tokens), device, settings.tokens
+    )
     if args.out.resolve() == build.ADAPTER.resolve():
         pin(digest)
     log = {
@@ -369,6 +394,7 @@ def main() -> int:
         **facts,
         "curve": curve,
         "temperature": temperatures,
+        "merged_max_dp": round(difference, 5),
         "sha256": digest,
         "bytes": args.out.stat().st_size,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",

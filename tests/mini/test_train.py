@@ -36,7 +36,7 @@ def tiny(mini: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
         initializer_range=0.1,
     )
-    MistralForCausalLM(config).save_pretrained(folder)
+    MistralForCausalLM(config).bfloat16().save_pretrained(folder)
     AutoTokenizer.from_pretrained(mini).save_pretrained(folder)
     return folder
 
@@ -123,6 +123,8 @@ def test_the_merged_model_answers_as_the_trained_one(
     engine = TorchEngine(tmp_path, "cpu")
     assert (engine.temperatures.choice, engine.temperatures.noul, engine.temperatures.score) == (1.5, 0.8, 1.1)
     expected = [torch.tensor(row).div(0.8).softmax(0).tolist() for row in logits]
+    difference = train.merged_difference(tiny, adapter, encoder, items, logits, torch.device("cpu"), 4096)
+    assert difference < 0.005
     differences = [abs(p[0] - q[0]) for p, q in zip(answer(engine, items), expected, strict=True)]
     assert max(differences) < 0.02
     assert max(abs(p[0] - 0.5) for p in expected) > 0.2, "a model that knows nothing would pass"
