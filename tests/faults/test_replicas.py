@@ -7,17 +7,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 import pytest
+from clients import ASKED, ask, load
 from servers import ROOT, RunningServer, free_port, start_server
 
 import transport
@@ -25,8 +21,6 @@ import transport
 CONF = ROOT / "deploy" / "nginx.conf"
 REPLICAS = ("172.30.82.11:8000", "172.30.82.12:8000")
 LISTENS = "listen 8080;"
-CLIENTS = 12
-ASKED = json.dumps({"state": "fog", "questions": {"late": {"type": "noul", "instructions": "Is it late?"}}})
 
 
 @contextlib.contextmanager
@@ -60,57 +54,6 @@ def nginx(folder: Path, ports: Sequence[int]) -> Iterator[int]:
     finally:
         process.terminate()
         process.wait(20)
-
-
-def ask(connection: HTTPConnection, body: str = ASKED) -> tuple[int, Any, Any]:
-    connection.request("POST", "/v1/systemone", body)
-    answer = connection.getresponse()
-    return answer.status, answer.headers, json.loads(answer.read())
-
-
-@dataclass
-class Load:
-    """Clients that ask through nginx as fast as they are answered, and what they saw."""
-
-    port: int
-    seen: Counter[str] = field(default_factory=Counter)
-    stopping: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def client(self) -> None:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
-        while not self.stopping.is_set():
-            try:
-                status, _, answer = ask(connection)
-                outcome = str(status) if status != 200 or answer["answers"]["late"]["type"] == "noul" else "no answer"
-            except Exception as error:
-                outcome = type(error).__name__
-                connection.close()
-            with self._lock:
-                self.seen[outcome] += 1
-
-    def wait_for(self, more: int) -> None:
-        """Return when so many more have been answered."""
-        goal = self.seen.total() + more
-        deadline = time.monotonic() + 60
-        while self.seen.total() < goal:
-            assert time.monotonic() < deadline, self.seen
-            time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def load(port: int) -> Iterator[Load]:
-    made = Load(port)
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        clients = [pool.submit(made.client) for _ in range(CLIENTS)]
-        try:
-            yield made
-        finally:
-            made.stopping.set()
-        for one in clients:
-            one.result(60)
 
 
 class Replicas:
