@@ -3,18 +3,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+RAY := .venv-ray
 MODEL ?= mini
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 FUZZ_S ?= 3600
 
-.PHONY: help setup setup-test serve test test-vllm lint fuzz screenshot clean
+.PHONY: help setup setup-test serve test test-vllm test-ray lint fuzz screenshot clean
 
 help:
 	@echo "make serve   serve a model: MODEL=mini HOST=127.0.0.1 PORT=8000 ARGS='--continuous'"
 	@echo "make test    run every test"
 	@echo "make test-vllm   serve_vllm.py over the real vLLM, on the processor; installs 3.5 GB into $(VLLM)"
+	@echo "make test-ray    deploy/ray_app.py on a Ray cluster of this machine; installs into $(RAY)"
 	@echo "make fuzz    requests that nobody would write, for FUZZ_S=3600 seconds"
 	@echo "make lint    style and types"
 	@echo "make screenshot   the picture of the page in the README; needs Chromium"
@@ -57,6 +59,14 @@ $(VLLM)/installed: pyproject.toml tests/vllm/requirements.txt tests/vllm/torchvi
 	  "$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')/torchvision_operators.pth"
 	@touch $@
 
+test-ray: $(RAY)/installed
+	$(RAY)/bin/python -m pytest -s tests/test_ray_app.py $(ARGS)
+
+$(RAY)/installed: pyproject.toml
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --disable-pip-version-check -e '.[ray,test]'
+	@touch $@
+
 lint: setup-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -69,4 +79,4 @@ screenshot: setup-test
 	$(BIN)/python -m bench.screenshot docs/page.png
 
 clean:
-	rm -rf $(VENV) $(VLLM) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VLLM) $(RAY) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

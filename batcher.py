@@ -121,6 +121,7 @@ class Batcher:
         window_s: how long the first request of a batch waits for others, in seconds.
         max_requests: most requests of a batch.
         max_queued: most requests that wait; one more is refused with `BlinkBusy`.
+        stuck_s: a pass that takes longer counts as hanging; until it ends the batcher is not alive.
         on_batch: told requests, tokens and seconds of every batch, from the worker thread.
         on_death: called once from the worker thread if it ends by a fault.
     """
@@ -132,6 +133,7 @@ class Batcher:
         max_requests: int = 1,
         *,
         max_queued: int = 64,
+        stuck_s: float = math.inf,
         on_batch: Callable[[int, int, float], None] | None = None,
         on_death: Callable[[], None] | None = None,
     ) -> None:
@@ -140,6 +142,7 @@ class Batcher:
         self.window_s = window_s
         self.max_requests = max_requests
         self.max_queued = max_queued
+        self.stuck_s = stuck_s
         self._engine = engine
         self._on_batch = on_batch
         self._on_death = on_death
@@ -147,6 +150,7 @@ class Batcher:
         self._changed = threading.Condition()
         self._running: list[_Entry] = []
         self._shortest_first = False
+        self._pass_since: float | None = None
         self._closing = False
         self._dead = False
         self._worker = threading.Thread(target=self._run, name="blink-worker", daemon=True)
@@ -206,7 +210,9 @@ class Batcher:
 
     def alive(self) -> bool:
         """Whether the worker still decides."""
-        return not self._dead and self._worker.is_alive()
+        since = self._pass_since
+        stuck = since is not None and time.monotonic() - since > self.stuck_s
+        return not stuck and not self._dead and self._worker.is_alive()
 
     def queued(self) -> int:
         """Requests that wait."""
@@ -264,6 +270,8 @@ class Batcher:
             if flight is not None:
                 self._land(flight)
             flight = upcoming
+            if flight is None:
+                self._pass_since = None
             if flight is None and self._closing and not self._queue and not self._running:
                 return
 
@@ -311,7 +319,7 @@ class Batcher:
 
     def _start(self, entries: list[_Entry]) -> _Flight | None:
         """Start a pass over the entries; if it fails as a whole, each is tried alone and fails alone."""
-        started = time.monotonic()
+        started = self._pass_since = time.monotonic()
         before = sum(entry.left for entry in entries)
         try:
             for entry in entries:

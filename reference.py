@@ -66,6 +66,8 @@ class ReferenceBody:
         self.passes = 0
         self._device = device
         model: Any = AutoModelForCausalLM.from_pretrained(root, dtype=dtype, device_map={"": device})
+        if device.type == "cpu":
+            _leave_files(model)
         self._operators = _deltanet_operators(model)
         self.kernels = self._choose_kernels()
         self._layers = model.base_model
@@ -220,6 +222,15 @@ def _repeated(prefix: DynamicCache, n: int, config: Any) -> DynamicCache:
         vars(layer).update(vars(source))
         layer.keys, layer.values = source.keys.expand(n, -1, -1, -1), source.values.expand(n, -1, -1, -1)
     return cache
+
+
+def _leave_files(model: PreTrainedModel) -> None:
+    """Copy the weights into memory: they may still be pages of the files.
+
+    Then a file that changes would change the answers, and one that is cut short end the process.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def free_memory() -> None:

@@ -417,6 +417,7 @@ def load(service: Service, args: argparse.Namespace, on_death: Callable[[], None
         args.batch_window_ms / 1e3,
         max_requests,
         max_queued=args.max_queued_requests,
+        stuck_s=args.request_timeout_s,
         on_batch=service.metrics.on_batch,
         on_death=on_death,
     )
@@ -558,7 +559,9 @@ def drain(service: Service, servers: Sequence[Server]) -> int:
     """Answer what is queued within `DRAIN_S`, then end: 0, or 1 if the worker had died or did not finish."""
     died = not service.worker_alive()
     service.status = "failed" if died else "draining"
-    log.info("stopping: %s", "the decision worker died" if died else f"finishing {service.queued()} queued requests")
+    log.info(
+        "stopping: %s", "the decision worker died or hangs" if died else f"finishing {service.queued()} queued requests"
+    )
     deadline = time.monotonic() + DRAIN_S
     for server in servers:
         server.stop()

@@ -159,6 +159,52 @@ class Service:
             raise wire.busy(f"the server is {status}, try again")
         return self.decider
 
+    def authenticate(self, authorization: str | None) -> None:
+        """Check an Authorization header, whose bytes were read as Latin-1.
+
+        Raises:
+            BlinkError: 401 if keys are asked for and this is none.
+        """
+        if not self.keys:
+            return
+        scheme, _, given = (authorization or "").partition(" ")
+        known = given.strip().encode("latin-1") in self.keys
+        if scheme.lower() != "bearer" or not known:
+            raise wire.refusal(
+                401,
+                "authentication_error",
+                "this server asks for its API key as a Bearer token",
+                WWW_Authenticate="Bearer",
+            )
+
+    def decide(self, body: bytes, began: float, client_left: Callable[[], bool]) -> Reply:
+        """The answer to a decision request whose first byte came at `began`, a time of the monotonic clock.
+
+        Raises:
+            BlinkError: it is refused or fails.
+        """
+        decider = self.ready_decider()
+        read = time.monotonic()
+        request = wire.read(body)
+        parsed = time.monotonic()
+        decision = decider.decide(request, timeout_s=began + self.request_timeout_s - parsed, client_left=client_left)
+        response = wire.DecisionResponse(
+            model=self.name, answers=decision.answers, usage=wire.Usage(input_tokens=decision.input_tokens)
+        )
+        payload = response.model_dump_json().encode("utf-8")
+        stages = {"read": read - began, "parse": parsed - read, **decision.seconds}
+        for stage, seconds in stages.items():
+            self.metrics.stages.labels(stage).observe(seconds)
+        self.metrics.input_tokens.inc(decision.input_tokens)
+        self.metrics.questions.inc(len(decision.answers))
+        stages["total"] = time.monotonic() - began
+        timing = ", ".join(f"{stage};dur={seconds * 1e3:.2f}" for stage, seconds in stages.items())
+        return Reply(200, payload, {"Server-Timing": timing})
+
+    def models(self) -> Reply:
+        card = wire.ModelCard(name=self.name, description="Typed decisions over text", release_date="")
+        return Reply(200, wire.ModelList(models=[card]).model_dump_json().encode("utf-8"))
+
     def health(self) -> dict[str, Any]:
         """The facts of `/healthz`; reads host memory only."""
         status = self.status  # it may change meanwhile
@@ -191,6 +237,10 @@ class Service:
         return health | self.facts | {"limits": limits}
 
 
+def health_reply(health: Mapping[str, Any]) -> Reply:
+    return json_reply(200 if health["ok"] else 503, health, {} if health["ok"] else {"Retry-After": "1"})
+
+
 class DecisionHandler(Handler):
     """The routes. `handler_for` binds it to a `Service`."""
 
@@ -206,40 +256,19 @@ class DecisionHandler(Handler):
 
     def post_systemone(self) -> Reply:
         service = self.service
-        self._authenticate()
-        decider = service.ready_decider()
+        service.authenticate(self.headers.get("Authorization"))
+        service.ready_decider()
         if self.headers.get_content_maintype() == "multipart":
             raise wire.violation("text_only", ["body"], wire.TEXT_ONLY)
         body = self.read_body(service.max_body_bytes)
-        read = time.monotonic()
-        request = wire.read(body)
-        parsed = time.monotonic()
-        decision = decider.decide(
-            request,
-            timeout_s=self.began + service.request_timeout_s - parsed,
-            client_left=self.client_left,
-        )
-        response = wire.DecisionResponse(
-            model=service.name, answers=decision.answers, usage=wire.Usage(input_tokens=decision.input_tokens)
-        )
-        payload = response.model_dump_json().encode("utf-8")
-        stages = {"read": read - self.began, "parse": parsed - read, **decision.seconds}
-        for stage, seconds in stages.items():
-            service.metrics.stages.labels(stage).observe(seconds)
-        service.metrics.input_tokens.inc(decision.input_tokens)
-        service.metrics.questions.inc(len(decision.answers))
-        stages["total"] = time.monotonic() - self.began
-        timing = ", ".join(f"{stage};dur={seconds * 1e3:.2f}" for stage, seconds in stages.items())
-        return Reply(200, payload, {"Server-Timing": timing})
+        return service.decide(body, self.began, self.client_left)
 
     def get_models(self) -> Reply:
-        self._authenticate()
-        card = wire.ModelCard(name=self.service.name, description="Typed decisions over text", release_date="")
-        return Reply(200, wire.ModelList(models=[card]).model_dump_json().encode("utf-8"))
+        self.service.authenticate(self.headers.get("Authorization"))
+        return self.service.models()
 
     def get_health(self) -> Reply:
-        health = self.service.health()
-        return json_reply(200 if health["ok"] else 503, health, {} if health["ok"] else {"Retry-After": "1"})
+        return health_reply(self.service.health())
 
     def get_page(self) -> Reply:
         page = self.service.page
@@ -268,20 +297,6 @@ class DecisionHandler(Handler):
         fields = {"method": method, "path": path, "status": status, "duration_ms": round(seconds * 1e3, 3), **identity}
         words = " ".join(identity.values())
         log.info("%s %s %s %.1f ms %s", method, path, status, seconds * 1e3, words, extra={"fields": fields})
-
-    def _authenticate(self) -> None:
-        keys = self.service.keys
-        if not keys:
-            return
-        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        known = given.strip().encode("latin-1") in keys  # the parser read the header's bytes as Latin-1
-        if scheme.lower() != "bearer" or not known:
-            raise wire.refusal(
-                401,
-                "authentication_error",
-                "this server asks for its API key as a Bearer token",
-                WWW_Authenticate="Bearer",
-            )
 
 
 def handler_for(service: Service) -> type[DecisionHandler]:

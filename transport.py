@@ -69,6 +69,10 @@ def error_reply(error: BlinkError) -> Reply:
     return json_reply(error.status, error.body, error.headers)
 
 
+def failed_reply(request_id: str) -> Reply:
+    return error_reply(wire.refusal(500, "api_error", f"the server failed on request {request_id}"))
+
+
 def log_fault(what: str, error: BaseException | None, **fields: object) -> None:
     """Log a fault as one line; a traceback, which may hold request text, only at level debug."""
     reason = (
@@ -76,6 +80,25 @@ def log_fault(what: str, error: BaseException | None, **fields: object) -> None:
     )
     log.error("%s: %s", what, reason, extra={"fields": fields})
     log.debug("%s", what, exc_info=error, extra={"fields": fields})
+
+
+def find_route(routes: Mapping[str, Mapping[str, str]], target: str, method: str) -> str:
+    """What `routes`, path -> method -> name, call the answer to a request.
+
+    Raises:
+        BlinkError: 404 or 405; 400 if the target is no URL.
+    """
+    try:
+        path = urlsplit(target).path.rstrip("/")
+    except ValueError:
+        raise bad_framing("the request target is not valid") from None
+    methods = routes.get(path or "/")
+    if methods is None:
+        raise wire.refusal(404, "not_found", "there is nothing at this path")
+    allowed = [*methods, *(["HEAD"] if "GET" in methods else [])]
+    if method not in allowed:
+        raise wire.refusal(405, "method_not_allowed", "this path does not take this method", Allow=", ".join(allowed))
+    return methods["GET" if method == "HEAD" else method]
 
 
 def bad_framing(message: str) -> BlinkError:
@@ -355,22 +378,10 @@ class Handler(BaseHTTPRequestHandler):
     def _failed(self, error: Exception) -> Reply:
         identity = self.identity()
         log_fault(f"request {' '.join(identity.values())} failed", error, **identity)
-        return error_reply(wire.refusal(500, "api_error", f"the server failed on request {self.request_id}"))
+        return failed_reply(self.request_id)
 
     def _route(self) -> Callable[[], Reply]:
-        try:
-            path = urlsplit(self.path).path.rstrip("/")
-        except ValueError:
-            raise bad_framing("the request target is not valid") from None
-        methods = self.routes.get(path or "/")
-        if methods is None:
-            raise wire.refusal(404, "not_found", "there is nothing at this path")
-        allowed = [*methods, *(["HEAD"] if "GET" in methods else [])]
-        if self.command not in allowed:
-            raise wire.refusal(
-                405, "method_not_allowed", "this path does not take this method", Allow=", ".join(allowed)
-            )
-        route: Callable[[], Reply] = getattr(self, methods["GET" if self.command == "HEAD" else self.command])
+        route: Callable[[], Reply] = getattr(self, find_route(self.routes, self.path, self.command))
         return route
 
     def respond(self, reply: Reply) -> None:
@@ -430,13 +441,9 @@ class Handler(BaseHTTPRequestHandler):
         Raises:
             BlinkError: 400 for a body that ends early or does not decode, 408, 413, 415.
         """
-        coding = self.headers.get("Content-Encoding", "identity").strip().lower()
-        if coding not in ("identity", "gzip", "zstd"):
-            raise wire.refusal(
-                415, "unsupported_encoding", "a body may be plain, zstd or gzip", Accept_Encoding="zstd, gzip"
-            )
+        coding = content_coding(self.headers.get("Content-Encoding"))
         if self._unread is not None and self._unread > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
         if self._expects_continue:
             self.wfile.write(_CONTINUE)
             self._expects_continue = False
@@ -447,7 +454,7 @@ class Handler(BaseHTTPRequestHandler):
             self._unread = None
             raise wire.refusal(408, "timeout", "the body did not arrive in time") from None
         self._unread = 0
-        return _decode(body, coding, limit)
+        return decode(body, coding, limit)
 
     def _read_exactly(self, length: int) -> bytes:
         data = self.rfile.read(length)
@@ -460,7 +467,7 @@ class Handler(BaseHTTPRequestHandler):
         body = bytearray()
         while size := self._chunk_size():
             if len(body) + size > limit:
-                raise _too_large(limit)
+                raise too_large(limit)
             body += self._read_exactly(size)
             if self._read_exactly(2) != b"\r\n":
                 raise bad_framing("a chunk is longer than its size")
@@ -503,11 +510,30 @@ def _see_off(connection: socket.socket) -> None:
                 return
 
 
-def _too_large(limit: int) -> BlinkError:
+def too_large(limit: int) -> BlinkError:
     return wire.refusal(413, "request_too_large", f"the body may have at most {limit} bytes")
 
 
-def _decode(body: bytes, coding: str, limit: int) -> bytes:
+def content_coding(given: str | None) -> str:
+    """The coding that a Content-Encoding header names.
+
+    Raises:
+        BlinkError: 415 if `decode` does not know it.
+    """
+    coding = (given or "identity").strip().lower()
+    if coding not in ("identity", "gzip", "zstd"):
+        raise wire.refusal(
+            415, "unsupported_encoding", "a body may be plain, zstd or gzip", Accept_Encoding="zstd, gzip"
+        )
+    return coding
+
+
+def decode(body: bytes, coding: str, limit: int) -> bytes:
+    """The plain body.
+
+    Raises:
+        BlinkError: 400 if it is not in this coding, 413 if it is longer than the limit.
+    """
     if coding == "identity":
         return body
     try:
@@ -518,7 +544,7 @@ def _decode(body: bytes, coding: str, limit: int) -> bytes:
     except (OSError, EOFError, zlib.error, zstandard.ZstdError):
         raise wire.violation("encoding_invalid", ["body"], f"The body is not valid {coding}", status=400) from None
     if len(decoded) > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     return decoded
 
 

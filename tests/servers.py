@@ -78,6 +78,7 @@ def start_server(
     env: dict[str, str] | None = None,
     wait: bool = True,
     script: str = "serve.py",
+    port: int | None = None,
 ) -> Iterator[RunningServer]:
     """Run a server's script with these arguments on a free port, by default with the tiny model; stop it at the end.
 
@@ -87,7 +88,7 @@ def start_server(
     settings = {name for name in os.environ if name in _SETTINGS or name.startswith("BLINK_")} - {"BLINK_CACHE"}
     kept = {name: value for name, value in os.environ.items() if name not in settings}
     environment = kept | {"BLINK_CACHE": str(mini_cache()), "OMP_NUM_THREADS": "2"} | (env or {})
-    port = free_port()
+    port = port or free_port()
     command = [sys.executable, str(ROOT / script), "--model", str(model or models.tiny_qwen35())]
     with tempfile.NamedTemporaryFile(prefix="server-", suffix=".log") as log:
         process = subprocess.Popen(

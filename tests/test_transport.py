@@ -41,7 +41,7 @@ def running(
     service = Service(
         name="m", keys=Keys(), max_body_bytes=4096, max_connections=max_connections, request_timeout_s=timeout_s
     )
-    batcher = Batcher(engine, max_queued=max_queued)
+    batcher = Batcher(engine, max_queued=max_queued, stuck_s=timeout_s)
     service.decider, service.status = batcher, "ok"
     handler = type("Bound", (DecisionHandler,), {"service": service})
     servers = transport.listen("127.0.0.1", 0, handler, max_connections=max_connections)
