@@ -68,6 +68,14 @@ class RunningServer:
             pytest.fail(f"the server did not end on SIGTERM:\n{self.stderr}")
 
 
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Return when the condition holds; fail if it takes longer."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
 StartServer = Callable[..., AbstractContextManager[RunningServer]]
 
 

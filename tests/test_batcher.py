@@ -1,13 +1,13 @@
 """The queue and its one worker, with engines whose time and faults the tests control."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from servers import wait_until
 
 import wire
 from answers import Scores, Temperatures
@@ -89,13 +89,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def submit(pool: ThreadPoolExecutor, batcher: Batcher, length: int) -> Any:
     return pool.submit(batcher.submit, "x" * length, NOUL)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def fill(pool: ThreadPoolExecutor, batcher: Batcher, engine: GatedEngine, waiting: int) -> list[Any]:

@@ -4,12 +4,10 @@ import hmac
 import logging
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from servers import RunningServer, StartServer
+from servers import RunningServer, StartServer, wait_until
 from test_serve import run_serve
 from test_service import ASKED, get, post
 
@@ -92,13 +90,6 @@ def test_a_bad_file_keeps_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixt
     Keys("own").reload()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def status(running: RunningServer, key: str) -> int:
     return get(f"{running.url}/v1/models", Authorization=f"Bearer {key}")[0]
 
@@ -111,12 +102,12 @@ def test_a_server_changes_its_keys_at_a_hangup(start_server: StartServer, tmp_pa
         assert post(running.url, ASKED, Authorization="Bearer second")[0] == 200
         file.write_text("two words\n")
         os.kill(running.process.pid, signal.SIGHUP)
-        wait_for(lambda: "stay as they were" in running.stderr)
+        wait_until(lambda: "stay as they were" in running.stderr)
         assert [status(running, key) for key in ("first", "own", "two")] == [200, 200, 401]
         file.write_text("third\n")
         for _ in range(20):
             os.kill(running.process.pid, signal.SIGHUP)
-        wait_for(lambda: status(running, "third") == 200)
+        wait_until(lambda: status(running, "third") == 200)
         assert [status(running, key) for key in ("first", "second", "own")] == [401, 401, 200]
         assert running.stderr.count("stay as they were") == 1
         assert running.process.poll() is None

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from servers import ROOT, RunningServer, StartServer, free_port
-from test_transport import BODY, HEALTH, answers, post, running, wait_until
+from servers import ROOT, RunningServer, StartServer, free_port, wait_until
+from test_transport import BODY, HEALTH, answers, post, running
 
 import serve
 

@@ -58,6 +58,7 @@ def test_a_server_logs_json_with_traces(start_server: StartServer) -> None:
 def test_text_access_lines_name_the_trace(start_server: StartServer) -> None:
     with start_server("--access-log") as running:
         _, headers, _ = post(running.url, ASKED, traceparent=GOOD)
+        running.stop()  # a line is written after its response
         assert f"{headers['x-typesafe-request-id']} {ID} {SPAN}\n" in running.stderr
 
 

@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import pytest
 import yaml
 import zstandard
 from clients import load
-from servers import ROOT, RunningServer, free_port
+from servers import ROOT, RunningServer, free_port, wait_until
 from test_clients import conformance, passed
 from test_load import body, numbers
 from test_service import ASKED
@@ -92,19 +91,12 @@ def cluster() -> Iterator[Cluster]:
             return process
 
         head = start("ray", "start", *head_flags, "--temp-dir", folder)
-        until(lambda: "will now block" in (folder / "log").read_text(), 60)
+        wait_until(lambda: "will now block" in (folder / "log").read_text(), 60)
         app = start("serve", "run", "--address", f"127.0.0.1:{own}", folder / "ray.yaml")
         made = Cluster(psutil.Process(head.pid), app, port, folder / "log")
         made.server.wait_ready()
-        until(lambda: len(made.deciders()) == 2, 60)
+        wait_until(lambda: len(made.deciders()) == 2, 60)
         yield made
-
-
-def until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def asked(server: RunningServer, method: str, path: str, data: bytes, headers: dict[str, str]) -> tuple[int, Any, Any]:
@@ -177,7 +169,7 @@ def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
         made.wait_for(200)
         before[0].kill()
         made.wait_for(200)
-        until(lambda: len(cluster.deciders()) == 2 and before[0] not in cluster.deciders(), 60)
+        wait_until(lambda: len(cluster.deciders()) == 2 and before[0] not in cluster.deciders(), 60)
         made.wait_for(200)
     assert set(made.seen) == {"200"}, made.seen
     print(f"{made.seen.total()} requests, none failed")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
-from servers import KEY, RunningServer, StartServer
+from servers import KEY, RunningServer, StartServer, wait_until
 
 import service
 import wire
@@ -109,6 +109,7 @@ def test_metrics_timing_and_quiet_logs(start_server: StartServer) -> None:
         assert refused == 422
         assert headers["x-typesafe-request-id"] != again["x-typesafe-request-id"]
         get(f"{running.url}/secret/path")
+        wait_until(lambda: "GET other 404" in running.stderr)  # a response is counted, then logged, after its last byte
         text = get(f"{running.url}/metrics")[2].decode()
         assert 'blink_requests_total{path="/v1/systemone",status="200"} 1.0' in text
         assert 'blink_requests_total{path="/v1/systemone",status="422"} 1.0' in text

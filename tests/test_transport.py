@@ -5,11 +5,12 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from servers import wait_until
 from test_batcher import GatedEngine
 from test_tracing import GOOD, ID, SPAN
 
@@ -89,13 +90,6 @@ def closed(connection: socket.socket) -> bool:
         return connection.recv(1) == b""
     except ConnectionResetError:
         return True
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_requests_share_a_connection_in_order(free: Running) -> None:

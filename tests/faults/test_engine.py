@@ -17,12 +17,12 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from servers import StartServer
+from servers import StartServer, wait_until
 from test_batcher import GatedEngine
 from test_serve import run_serve
 from test_service import ASKED, get
 from test_service import post as ask
-from test_transport import HEALTH, Running, answers, post, running, wait_until
+from test_transport import HEALTH, Running, answers, post, running
 
 from answers import Scores
 from prompts import Prompts

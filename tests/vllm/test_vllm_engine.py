@@ -4,13 +4,13 @@ import asyncio
 import math
 import random
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from servers import wait_until
 
 import wire
 from answers import Decision, Temperatures
@@ -119,13 +119,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def request(state: str = "x", questions: int = 1, **named: Any) -> wire.DecisionRequest:
     asked = named or {f"q{i}": NOUL for i in range(questions)}
     return wire.validate({"state": state, "questions": asked})
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def expected(length: int, question: int = 0, temperature: float = 1.0) -> float:
