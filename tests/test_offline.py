@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import ROOT
+from servers import ROOT, RunningServer
+from test_service import post
 
 import offline
 import wire
@@ -66,6 +67,14 @@ def answers(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def wait_for_size(path: Path, size: int, process: "subprocess.Popen[Any]") -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists() or path.stat().st_size < size:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def test_ten_thousand_lines_in_order(tmp_path: Path) -> None:
     lines = asked(10_000)
     lines[3:3] = ["", "   "]
@@ -87,7 +96,7 @@ def test_ten_thousand_lines_in_order(tmp_path: Path) -> None:
         else:
             assert one["id"] == f"r{i}"
             assert one["answers"] == {"q": {"type": "noul", "noul": 1 / (i % 50 + 1)}}
-            assert one["usage"] == {"input_tokens": i % 50 + 1}
+            assert one["usage"] == {"input_tokens": i % 50 + 1, "output_tokens": 0}
     assert failed == sum("error" in one for one in found) == 10_000 // 7 + 10_000 // 11 - 10_000 // 77
     assert echo.decided == 10_000 - failed
     assert "torn" not in out.read_text()
@@ -145,6 +154,90 @@ def test_a_dead_worker_ends_the_run(tmp_path: Path) -> None:
     assert len(answers(out)) == 1000
 
 
+KILLED = """
+import sys
+from pathlib import Path
+from test_offline import Echo
+from offline import decide_file
+decide_file(Echo(), "tiny", Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_killed_in_the_middle_and_continued_is_the_same_file(tmp_path: Path) -> None:
+    source, whole, out = write(tmp_path / "in.jsonl", asked(10_000)), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    failed = decide_file(Echo(), "tiny", source, whole)
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    process = subprocess.Popen([sys.executable, "-c", KILLED, source, out], env=os.environ | {"PYTHONPATH": path})
+    wait_for_size(out, 200_000, process)
+    process.kill()
+    process.wait(60)
+    begun = out.read_bytes()
+    assert whole.read_bytes().startswith(begun)
+    assert 0 < begun.count(b"\n") < 10_000
+    assert decide_file(Echo(), "tiny", source, out) == failed
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def test_two_runs_do_not_write_the_same_file(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", asked(5)), tmp_path / "out.jsonl"
+    with offline.open_run("tiny", source, out), pytest.raises(OutputMismatch, match="another run writes it"):
+        decide_file(Echo(), "tiny", source, out)
+    assert decide_file(Echo(), "tiny", source, out) == 0
+
+
+class Broken(Echo):
+    """Fails on one line by a fault of its own."""
+
+    def decide(self, request: wire.DecisionRequest, *, client_left: Callable[[], bool]) -> Decision:
+        if request.state == "xxx":
+            raise KeyError(request.state)
+        return super().decide(request, client_left=client_left)
+
+
+def test_a_fault_fails_its_line_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source, out = write(tmp_path / "in.jsonl", asked(4)), tmp_path / "out.jsonl"
+    assert decide_file(Broken(), "tiny", source, out) == 1
+    assert ["answers" in one for one in answers(out)] == [True, False, True, True]
+    assert answers(out)[1]["detail"]["error_type"] == "api_error"
+    assert "line 2 failed: KeyError" in caplog.text
+    assert "xxx" not in caplog.text
+
+
+class Busy(Echo):
+    """Refuses every request once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._refused: set[str] = set()
+
+    def decide(self, request: wire.DecisionRequest, *, client_left: Callable[[], bool]) -> Decision:
+        if request.state not in self._refused:
+            self._refused.add(request.state)
+            raise BlinkBusy("the queue is full")
+        return super().decide(request, client_left=client_left)
+
+
+def test_a_busy_decider_is_asked_again(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", asked(6)), tmp_path / "out.jsonl"
+    assert decide_file(Busy(), "tiny", source, out) == 0
+    assert len(answers(out)) == 6
+
+
+def test_a_full_disk_leaves_whole_lines_to_go_on_from(tmp_path: Path) -> None:
+    source, whole, out = write(tmp_path / "in.jsonl", asked(500)), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    decide_file(Echo(), "tiny", source, whole)
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n{KILLED}"
+    command = [sys.executable, "-c", limited, source, out]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "File too large" in done.stderr
+    assert 0 < out.stat().st_size <= 20_000
+    decide_file(Echo(), "tiny", source, out)
+    assert out.read_bytes() == whole.read_bytes()
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -162,21 +255,13 @@ def numbers(one: dict[str, Any]) -> list[float]:
     return [given["late"]["noul"], *given["team"]["probabilities"].values(), *given["anger"]["probabilities"].values()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_stopped_run_goes_on(tmp_path: Path, tiny_qwen35: Path, requests: list[Any], number: int) -> None:
+def test_a_killed_run_goes_on(tmp_path: Path, tiny_qwen35: Path, requests: list[Any]) -> None:
     source, out = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
     engine = TorchEngine(tiny_qwen35, "cpu")
-    process = subprocess.Popen(command(source, out, tiny_qwen35), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not out.exists() or out.stat().st_size < 2000:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(number)
-    _, words = process.communicate(timeout=60)
-    assert process.returncode == (130 if number == signal.SIGTERM else -number)
-    if number == signal.SIGTERM:
-        assert "stopped; run the command again to go on" in words
+    process = subprocess.Popen(command(source, out, tiny_qwen35), stderr=subprocess.DEVNULL)
+    wait_for_size(out, 2000, process)
+    process.kill()
+    process.wait(60)
     begun = out.read_text().count("\n")
     assert 0 < begun < 120
     again = subprocess.run(command(source, out, tiny_qwen35), capture_output=True, text=True, timeout=240, check=False)
@@ -190,6 +275,18 @@ def test_a_stopped_run_goes_on(tmp_path: Path, tiny_qwen35: Path, requests: list
         assert one["model"] == tiny_qwen35.name
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_says_how_to_go_on(tmp_path: Path, tiny_qwen35: Path, requests: list[Any], number: int) -> None:
+    source, out = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
+    process = subprocess.Popen(command(source, out, tiny_qwen35), stderr=subprocess.PIPE, text=True)
+    wait_for_size(out, 2000, process)
+    process.send_signal(number)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert words.endswith("blink: stopped; run the command again to go on\n")
+    assert [one["id"] for one in answers(out)] == list(range(out.read_text().count("\n")))
+
+
 def test_a_batcher_is_a_decider(tmp_path: Path, tiny_qwen35: Path, requests: list[Any]) -> None:
     batcher = Batcher(TorchEngine(tiny_qwen35, "cpu"), max_requests=8, max_queued=offline.WINDOW)
     lines = [*requests[:3], {"state": "x", "questions": {"q": {"type": "noul"}}}]
@@ -199,10 +296,69 @@ def test_a_batcher_is_a_decider(tmp_path: Path, tiny_qwen35: Path, requests: lis
     assert batcher.close()
 
 
+def test_a_line_is_what_the_server_says(
+    tmp_path: Path, tiny_qwen35: Path, server: RunningServer, requests: list[Any]
+) -> None:
+    noul = {"type": "noul", "instructions": "Is it late?"}
+    bodies: list[Any] = [
+        *requests[:5],
+        {"questions": {"q": noul}},
+        {"state": "x", "questions": {"q": {"type": "box"}, "r": {"type": "noul"}}},
+        {"state": "x", "questions": {"q": noul}, "images": []},
+        [],
+    ]
+    batcher = Batcher(TorchEngine(tiny_qwen35, "cpu"), max_requests=8, max_queued=offline.WINDOW)
+    out = tmp_path / "out.jsonl"
+    assert decide_file(batcher, tiny_qwen35.name, write(tmp_path / "in.jsonl", bodies), out) == 4
+    assert batcher.close()
+    for one, body in zip(answers(out), bodies, strict=True):
+        status, _, said = post(server.url, body)
+        own = {key: value for key, value in one.items() if key not in ("line", "input", "id")}
+        if status == 200:
+            assert numbers(own) == pytest.approx(numbers(said), abs=1e-4)
+            assert list(own) == list(said)
+            assert own["usage"] == said["usage"]
+            assert own["answers"]["anger"]["legend"] == said["answers"]["anger"]["legend"]
+        else:
+            assert own == {"model": tiny_qwen35.name} | said
+
+
+def test_a_pipe_in_and_a_pipe_out(tiny_qwen35: Path, requests: list[Any]) -> None:
+    lines = "".join(json.dumps(request) + "\n" for request in requests[:3])
+    piped = command(Path("-"), Path("-"), tiny_qwen35)
+    done = subprocess.run(piped, input=lines, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0
+    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == [0, 1, 2]
+    process = subprocess.Popen(piped, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, words = process.communicate(lines, timeout=120)
+    assert process.returncode == 1
+    assert words.endswith("blink: whoever read the answers has left\n")
+
+
+def test_what_cannot_be_continued_is_said_before_the_model_loads(tmp_path: Path, tiny_qwen35: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", asked(3)), tmp_path / "out.jsonl"
+    decide_file(Echo(), tiny_qwen35.name, source, out)
+    other = write(tmp_path / "other.jsonl", asked(3)[1:])
+    broken = tmp_path / tiny_qwen35.name  # of the same name, and nothing in it that loads
+    broken.mkdir()
+    (broken / "config.json").touch()
+    for arguments, status, words in (
+        ((source, out), 0, ""),  # all is answered
+        ((other, out), 1, "--out cannot be continued: it answers another line 1 than the input's: give another --out"),
+        ((source, tmp_path / "no" / "out"), 1, "No such file or directory; mend that and run the command again"),
+        ((source, tmp_path / "new"), 1, "cannot be loaded"),
+    ):
+        done = subprocess.run(command(*arguments, broken), capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, len(done.stderr.splitlines())) == (status, min(status, 1))
+        assert words in done.stderr
+
+
 def test_bad_settings_are_one_line(tmp_path: Path, tiny_qwen35: Path) -> None:
     source = write(tmp_path / "in.jsonl", asked(2))
     for arguments, words in (
-        ([str(tmp_path / "none"), "--out", "x"], "FILE is no file that can be read"),
+        ([str(tmp_path / "none"), "--out", "x"], "is no file that can be read"),
         ([str(source), "--out", str(source)], "--out should be another file than FILE"),
         ([str(source)], "--out"),
     ):
