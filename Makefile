@@ -10,7 +10,7 @@ PORT ?= 8000
 ARGS ?=
 FUZZ_S ?= 3600
 
-.PHONY: help setup setup-test serve test test-vllm test-ray lint fuzz screenshot clean
+.PHONY: help setup setup-test serve test test-vllm test-ray lint fuzz docs screenshot clean
 
 help:
 	@echo "make serve   serve a model: MODEL=mini HOST=127.0.0.1 PORT=8000 ARGS='--continuous'"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-ray    deploy/ray_app.py on a Ray cluster of this machine; installs into $(RAY)"
 	@echo "make fuzz    requests that nobody would write, for FUZZ_S=3600 seconds"
 	@echo "make lint    style and types"
+	@echo "make docs    docs/api.md, from the models that check the requests"
 	@echo "make screenshot   the picture of the page in the README; needs Chromium"
 	@echo "make setup   only install into $(VENV)"
 	@echo "make clean   remove the environment and the caches of this folder"
@@ -74,6 +75,9 @@ lint: setup-test
 
 fuzz: setup-test
 	BLINK_FUZZ_S=$(FUZZ_S) $(BIN)/python -m pytest tests/test_fuzz.py --timeout=0 -s -p no:logging $(ARGS)
+
+docs: setup-test
+	$(BIN)/python -m docs.api
 
 screenshot: setup-test
 	$(BIN)/python -m bench.screenshot docs/page.png

@@ -57,6 +57,8 @@ class Pass(Protocol):
 
     def wait(self) -> None: ...
 
+    def done(self) -> bool: ...
+
     def outcomes(self) -> Sequence[Scores | Exception]: ...
 
 
@@ -260,7 +262,11 @@ class Batcher:
                 self._on_death()
 
     def _fly(self) -> None:
-        """Whenever the device is free start the next pass, and only then hand out the results of the last one."""
+        """Whenever the device is free start the next pass, and only then hand out the results of the last one.
+
+        Results that are there when `step` returns, as on a CPU, are handed out at once: they would otherwise wait for
+        the whole next pass.
+        """
         flight: _Flight | None = None
         while True:
             if flight is not None:
@@ -270,6 +276,9 @@ class Batcher:
             if flight is not None:
                 self._land(flight)
             flight = upcoming
+            if flight is not None and flight.made.done():
+                self._land(flight)
+                flight = None
             if flight is None:
                 self._pass_since = None
             if flight is None and self._closing and not self._queue and not self._running:

@@ -108,6 +108,10 @@ class _Readout:
         if self.copied is not None:
             self.copied.synchronize()
 
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+
     def outcomes(self) -> list[Scores | Exception]:
         """What became of each job; logits that are not finite fail their request alone."""
         self.wait()

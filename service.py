@@ -50,6 +50,7 @@ class Metrics:
         self.requests = Counter(
             "blink_requests", "Responses by path and status", ["path", "status"], registry=self.registry
         )
+        self.refused = self.requests.labels("refused", "503")
         self.latency = Histogram(
             "blink_request_seconds",
             "First byte of a decision request to the end of its response",
@@ -290,6 +291,10 @@ class DecisionHandler(Handler):
             self.service.metrics.latency.observe(seconds)
         if self.service.access_log:
             self._log_access(known, status, seconds)
+
+    @classmethod
+    def on_refusal(cls) -> None:
+        cls.service.metrics.refused.inc()
 
     def _log_access(self, path: str, status: int, seconds: float) -> None:
         method = self.command if self.command in _METHODS else "-"  # any other word is the client's own text

@@ -139,6 +139,7 @@ class Server(ThreadingHTTPServer):
     ) -> None:
         self.address_family = family
         self.stopping = False
+        self._handler = handler
         self._slots = slots
         self._refusals = threading.Semaphore(_MAX_REFUSALS)
         self._in_flight = 0
@@ -173,6 +174,7 @@ class Server(ThreadingHTTPServer):
         with contextlib.suppress(OSError):
             request.settimeout(1.0)
             request.sendall(_response_bytes(refused, new_request_id(), close=True))
+        self._handler.on_refusal()
         if not self._refusals.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -320,6 +322,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def on_reply(self, status: int) -> None:
         """Called after each response, for logs and metrics."""
+
+    @classmethod
+    def on_refusal(cls) -> None:
+        """Called for each connection that is answered 503 before anything is read from it."""
 
     def parse_request(self) -> bool:
         """Check the lines of the head, then leave them to the library, which would read a lone CR as a line's end."""

@@ -223,18 +223,21 @@ _HAS_SOMETHING_TO_JUDGE: dict[str, Any] = {
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, use_attribute_docstrings=True)
 
 
 class _Question(_Strict):
     instructions: Content | None = None
+    """What is asked."""
 
 
 class NoulCriteria(_Strict):
     """What a yes and a no mean; `yes` and `no` are accepted as other names of `true` and `false`."""
 
     yes: Content | None = Field(default=None, validation_alias=AliasChoices("true", "yes"))
+    """When the answer is yes."""
     no: Content | None = Field(default=None, validation_alias=AliasChoices("false", "no"))
+    """When the answer is no."""
 
 
 class Noul(_Question):
@@ -244,6 +247,7 @@ class Noul(_Question):
 
     type: Literal["noul"]
     criteria: NoulCriteria | None = None
+    """May stand in place of instructions."""
 
     @model_validator(mode="after")
     def _has_something_to_judge(self) -> "Noul":
@@ -258,6 +262,7 @@ class Choice(_Question):
 
     type: Literal["choice"]
     criteria: Annotated[dict[str, Content | None], BeforeValidator(_options, json_schema_input_type=_Options)]
+    """The options with their descriptions, or their names alone; at most 255."""
 
 
 class Score(_Question):
@@ -269,6 +274,7 @@ class Score(_Question):
         BeforeValidator(_levels),
         Field(json_schema_extra={"minItems": 1, "maxItems": LIMITS.levels}),
     ]
+    """The levels' descriptions, at most 10; an answer with one level is certain."""
 
 
 Question = Annotated[Noul | Choice | Score, Field(discriminator="type")]
@@ -278,15 +284,20 @@ class DecisionRequest(_Strict):
     """One state and the questions about it, by id."""
 
     model: str = "jev-latest"
+    """Any name is taken: a server has one model."""
     state: Annotated[Content, BeforeValidator(_bounded), AfterValidator(_text_state)]
+    """What the questions are about: text, or JSON of at most 64 levels."""
     questions: Annotated[
         dict[Annotated[str, AfterValidator(_question_id)], Question],
         BeforeValidator(_bounded),
         BeforeValidator(_few_questions),
         Field(json_schema_extra=_MANY_QUESTIONS),
     ]
+    """By id, at most 512."""
     images: Annotated[None, BeforeValidator(_no_images)] = None
+    """Refused: the model reads text only."""
     assets: Annotated[None, BeforeValidator(_no_images)] = None
+    """Refused, as images are."""
 
 
 def validate(data: Any) -> DecisionRequest:
@@ -341,7 +352,7 @@ Share = Annotated[float, Field(json_schema_extra={"minimum": 0, "maximum": 1})]
 
 
 class _Answered(BaseModel):
-    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True, use_attribute_docstrings=True)
 
 
 class NoulAnswer(_Answered):
@@ -357,7 +368,9 @@ class ChoiceAnswer(_Answered):
     type: Literal["choice"] = "choice"
     choice: str
     confidence: Share
+    """1 is certain, 0 no better than a guess."""
     probabilities: dict[str, Share]
+    """By option; they sum to 1."""
 
 
 class ScoreAnswer(_Answered):
@@ -365,9 +378,13 @@ class ScoreAnswer(_Answered):
 
     type: Literal["score"] = "score"
     score: float
+    """The sum of every level times its probability."""
     confidence: Share
+    """1 is certain, 0 no better than a guess."""
     legend: dict[str, Any]
+    """The levels' descriptions, as sent."""
     probabilities: dict[str, Share]
+    """By level; they sum to 1."""
 
 
 Answer = NoulAnswer | ChoiceAnswer | ScoreAnswer
@@ -380,19 +397,27 @@ class Usage(_Answered):
     output_tokens: int = 0
 
 
-class DecisionResponse(BaseModel):
+class DecisionResponse(_Answered):
+    """One answer for each question."""
+
     model: str
+    """The model that answered, whatever the request names."""
     answers: dict[str, Answer]
+    """By the question's id."""
     usage: Usage
 
 
 class ModelCard(BaseModel):
+    """A model that is served."""
+
     name: str
     description: str
     release_date: str
 
 
 class ModelList(BaseModel):
+    """What is served: one model."""
+
     models: list[ModelCard]
 
 

@@ -291,10 +291,16 @@ def soak(clients: Clients, url: str, process: psutil.Process, number: int, secon
     }
 
 
-def overload(clients: Clients, url: str, rate: float, seconds: float, bound_ms: float) -> dict[str, Any]:
-    """Requests at `rate` a second for `seconds`; one that is taken should be answered within `bound_ms`."""
+def overload(clients: Clients, url: str, rate: float, seconds: float, queued: int = QUEUED) -> dict[str, Any]:
+    """Requests at `rate` a second for `seconds`, to a server whose queue and passes take `queued` requests.
+
+    Who is taken last waits for a pass that has just begun, then for its own: twice a full queue's worth at the rate
+    that the server answers meanwhile.
+    """
     served = counted(url)
+    began = time.perf_counter()
     requests = asyncio.run(clients.open_loop(rate, seconds))
+    answered_per_s = len(clients.answered_ms) / (time.perf_counter() - began)
     return {
         "rate": round(rate, 1),
         "seconds": seconds,
@@ -306,7 +312,8 @@ def overload(clients: Clients, url: str, rate: float, seconds: float, bound_ms: 
         "counted_otherwise": counted_otherwise(url, served, clients.statuses),
         "answered_p50_ms": round(percentile(clients.answered_ms, 0.5)),
         "answered_p99_ms": round(percentile(clients.answered_ms, 0.99)),
-        "answered_bound_ms": round(bound_ms),
+        "answered_per_s": round(answered_per_s, 1),
+        "answered_bound_ms": round(1e3 * 2 * queued / answered_per_s) if answered_per_s else 0,
         "refused_p50_ms": round(percentile(clients.refused_ms, 0.5), 1),
         "refused_p99_ms": round(percentile(clients.refused_ms, 0.99), 1),
         "refused_max_ms": round(max(clients.refused_ms, default=0.0), 1),
@@ -359,10 +366,7 @@ def main() -> int:
         report["soak"] = soak(clients, url, psutil.Process(server.pid), args.clients, 60 * args.minutes)
         if args.overload_s:
             again = Clients(clients.host, clients.port, clients.payloads, clients.expected)
-            # Whoever is taken last waits for a pass that has just begun, then for its own: twice a full queue's worth.
-            capacity = report["soak"]["decisions_per_s"]
-            bound_ms = 1e3 * 2 * QUEUED / capacity
-            report["overload"] = overload(again, url, OVER * capacity, args.overload_s, bound_ms)
+            report["overload"] = overload(again, url, OVER * report["soak"]["decisions_per_s"], args.overload_s)
     finally:
         server.terminate()
         server.wait(60)

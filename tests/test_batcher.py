@@ -26,9 +26,15 @@ class Job:
 class Pass:
     def __init__(self, jobs: Sequence[Job], outcomes: Sequence[Scores | Exception]) -> None:
         self.jobs = jobs
+        self.ready = threading.Event()  # unless the device is still at it
+        self.ready.set()
         self._outcomes = outcomes
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        assert self.ready.wait(30)
+
+    def done(self) -> bool:
+        return self.ready.is_set()
 
     def outcomes(self) -> Sequence[Scores | Exception]:
         return self._outcomes
@@ -120,6 +126,52 @@ def test_one_at_a_time_in_order(engine: GatedEngine, pool: ThreadPoolExecutor) -
     check(futures)
     assert engine.batches == [1] * 6
     assert batcher.close()
+
+
+def hold(held: threading.Event) -> None:
+    assert held.wait(30)
+
+
+def test_results_that_are_there_do_not_wait_for_the_next_pass(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:
+    batcher = Batcher(engine)
+    first, second = fill(pool, batcher, engine, 1)
+    held = threading.Event()
+    engine.fault = lambda batch: None if len(engine.batches) == 1 else hold(held)
+    engine.gate.set()
+    assert first.result(20)
+    assert not second.done()
+    held.set()
+    assert second.result(20)
+
+
+class Device(GatedEngine):
+    """Goes on with a pass after `step` has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate.set()
+        self.passes: list[Pass] = []
+        self.happened: list[str] = []
+
+    def step(self, jobs: Sequence[Job]) -> Pass:
+        made = super().step(jobs)
+        made.ready.clear()
+        self.passes.append(made)
+        self.happened.append("started")
+        return made
+
+
+def test_the_next_pass_starts_before_results_are_handed_out(pool: ThreadPoolExecutor) -> None:
+    device = Device()
+    batcher = Batcher(device, on_batch=lambda requests, tokens, seconds: device.happened.append("handed out"))
+    first, second = fill(pool, batcher, device, 1)
+    assert device.batches == [1]
+    device.passes[0].ready.set()
+    assert first.result(20)
+    device.passes[1].ready.set()
+    assert second.result(20)
+    wait_until(lambda: len(device.happened) == 4)
+    assert device.happened == ["started", "started", "handed out", "handed out"]
 
 
 def test_without_a_window_what_is_queued_goes_together(engine: GatedEngine, pool: ThreadPoolExecutor) -> None:

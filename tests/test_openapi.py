@@ -10,6 +10,7 @@ from test_service import ASKED, get, post
 
 import openapi
 import wire
+from docs import api
 from service import DecisionHandler
 
 
@@ -104,6 +105,10 @@ def test_answers_and_errors_are_as_described(server: RunningServer) -> None:
     assert not holds("DecisionResponse", answer | {"answers": {"yes": {"type": "noul", "noul": 1.5}}})
     assert holds("ViolationsError", post(server.url, {})[2])
     assert holds("RefusalError", json.loads(get(f"{server.url}/nowhere")[2]))
+
+
+def test_the_page_of_the_docs_is_made_from_it() -> None:
+    assert api.PAGE.read_text() == api.render(), "run `make docs`"
 
 
 def test_no_page_is_not_described(start_server: StartServer) -> None:

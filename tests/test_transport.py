@@ -197,6 +197,8 @@ def test_connections_beyond_the_most_are_refused() -> None:
             with made.connect() as third:
                 status, headers, _ = answers(third, 1)[0]
                 assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
+            refused = {"path": "refused", "status": "503"}
+            wait_until(lambda: made.service.metrics.registry.get_sample_value("blink_requests_total", refused) == 1)
             one.sendall(post())
             assert answers(one, 1)[0][0] == 200
 
