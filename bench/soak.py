@@ -363,7 +363,12 @@ def main() -> int:
         facts = wait_ready(url)
         clients = Clients("127.0.0.1", port, payloads())
         named = {name: facts[name] for name in ("model", "device", "dtype", "engine")}
-        report: dict[str, Any] = {"command": " ".join(["python -m bench.soak", *sys.argv[1:]]), **versions(), "cpus": os.cpu_count(), **named}
+        report: dict[str, Any] = {
+            "command": " ".join(["python -m bench.soak", *sys.argv[1:]]),
+            **versions(),
+            "cpus": os.cpu_count(),
+            **named,
+        }
         report["soak"] = soak(clients, url, psutil.Process(server.pid), args.clients, 60 * args.minutes)
         if args.overload_s:
             again = Clients(clients.host, clients.port, clients.payloads, clients.expected)
