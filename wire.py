@@ -206,7 +206,10 @@ _MANY_QUESTIONS: dict[str, Any] = {
     "maxProperties": LIMITS.questions,
     "propertyNames": {"minLength": 1},
 }
-_SOMETHING: dict[str, Any] = {"anyOf": [{"type": "string", "pattern": r"\S"}, {"type": "object"}, {"type": "array"}]}
+_NOT_BLANK = r"[^\s\x1c-\x1f\x85]"  # what `str.strip` leaves; elsewhere `\s` knows fewer characters
+_SOMETHING: dict[str, Any] = {
+    "anyOf": [{"type": "string", "pattern": _NOT_BLANK}, {"type": "object"}, {"type": "array"}]
+}
 
 
 def _one_of(*names: str, schema: dict[str, Any]) -> list[dict[str, Any]]:

@@ -68,6 +68,7 @@ def score(criteria: object) -> dict[str, Any]:
         ({"state": [], "questions": dict.fromkeys(map(str, range(513)), ASKED["questions"]["q"])}, False),
         (noul(), False),
         (noul(instructions=" "), False),
+        (noul(instructions="\x1f\x85\u2003"), False),
         (noul(instructions=None, criteria=None), False),
         (noul(criteria={"true": "yes it is"}), True),
         (noul(criteria={"false": ["so"]}), True),
