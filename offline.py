@@ -327,9 +327,11 @@ def _go_on(run: Run, args: argparse.Namespace, total: int | None) -> None:
 
     batcher = Batcher(engine, max_requests=WINDOW, max_queued=WINDOW)
     serve.settle()
-    with tqdm(total=total, initial=run.done, unit="line", desc=args.file.name, disable=None) as bar:
-        run.go_on(batcher, bar.update)
-    batcher.close()
+    try:
+        with tqdm(total=total, initial=run.done, unit="line", desc=args.file.name, disable=None) as bar:
+            run.go_on(batcher, bar.update)
+    finally:
+        batcher.close()  # the interpreter must not end in the middle of a pass
 
 
 def _end(words: str, status: int) -> int:

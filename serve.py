@@ -499,7 +499,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     args = parse_args(argv)
     service = new_service(args, mode(args))
-    return run(service, args, lambda on_death: load(service, args, on_death))
+    status = run(service, args, lambda on_death: load(service, args, on_death))
+    if status:  # the worker may be in the middle of a pass, which would turn the interpreter's end into an abort
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def run(service: Service, args: argparse.Namespace, start: Callable[[Callable[[], None]], None]) -> int:

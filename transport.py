@@ -209,14 +209,24 @@ class Server(ThreadingHTTPServer):
         return self._in_flight > 0
 
     def stop(self) -> None:
-        """Take what the kernel has accepted already, then stop listening; each connection ends with its next answer."""
+        """Take what the kernel has accepted already, then stop listening; each connection ends with its next answer.
+
+        Clients that connect anew as soon as they are turned away would keep it busy for ever: it takes no more than
+        what waits at first.
+        """
         self.stopping = True
         self.shutdown()
         self.socket.setblocking(False)
         with contextlib.suppress(OSError):
-            while True:
+            for _ in range(self._backlog()):
                 self.process_request(*self._accept())
         self.server_close()
+
+    def _backlog(self) -> int:
+        """Connections that the kernel has accepted and holds; the most that it may hold where it does not tell."""
+        if sys.platform == "linux":  # of a listening socket, tcpi_unacked is the length of that queue
+            return int.from_bytes(self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28)[24:], sys.byteorder)
+        return self.request_queue_size + 1
 
     def _accept(self) -> tuple[socket.socket, Any]:
         connection, address = self.socket.accept()

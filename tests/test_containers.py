@@ -236,9 +236,10 @@ def test_what_the_image_holds_serves_without_network_root_or_places_to_write(tin
     environment = [pair.split("=", 1) for pair in shlex.split(the("ENV"))]
     done = run(
         *(sandbox, "--unshare-all", "--die-with-parent", "--uid", str(USER), "--gid", str(USER), "--cap-drop", "ALL"),
+        *("--tmpfs", "/cache", "--tmpfs", "/tmp"),
         *(word for path in shown for word in ("--ro-bind", str(path), str(path))),
         *("--ro-bind", image, workdir, "--ro-bind", tiny_qwen35, "/model", "--proc", "/proc", "--dev", "/dev"),
-        *("--tmpfs", "/cache", "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", workdir, "--clearenv"),
+        *("--remount-ro", "/", "--chdir", workdir, "--clearenv"),
         *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "OMP_NUM_THREADS", "2"),
         *(word for name, value in environment for word in ("--setenv", name, value)),
         *(python, "-c", PROBE, json.dumps(command), json.dumps(check)),

@@ -135,7 +135,7 @@ def test_from_loading_to_the_end(start_server: StartServer) -> None:
             early.sendall(post())
             assert answers(early, 1)[0][0] == 200
             server.process.send_signal(signal.SIGTERM)  # `early` stays open and says nothing more
-            assert server.process.wait(60) == 0
+            assert server.process.wait(60) == 0, server.stderr
         assert "Traceback" not in server.stderr
 
 
@@ -193,7 +193,7 @@ def test_stopping_under_load_answers_what_was_sent(start_server: StartServer) ->
         server.process.send_signal(signal.SIGTERM)
         for one in clients:
             one.result(60)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(60) == 0, server.stderr
         assert "Traceback" not in server.stderr
     before = [outcome for at, outcome in sent if at < signalled]
     assert len(before) >= 60
