@@ -277,7 +277,8 @@ def test_a_killed_run_goes_on(tmp_path: Path, tiny_qwen35: Path, requests: list[
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_says_how_to_go_on(tmp_path: Path, tiny_qwen35: Path, requests: list[Any], number: int) -> None:
-    source, out = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
+    many = [request | {"id": i} for i, request in enumerate(requests * 25)]  # far from done when the signal comes
+    source, out = write(tmp_path / "in.jsonl", many), tmp_path / "out.jsonl"
     process = subprocess.Popen(command(source, out, tiny_qwen35), stderr=subprocess.PIPE, text=True)
     wait_for_size(out, 2000, process)
     process.send_signal(number)
@@ -285,6 +286,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path, tiny_qwen35: Path, requ
     assert process.returncode == 130
     assert words.endswith("blink: stopped; run the command again to go on\n")
     assert [one["id"] for one in answers(out)] == list(range(out.read_text().count("\n")))
+    assert len(answers(out)) < len(many)
 
 
 def test_a_batcher_is_a_decider(tmp_path: Path, tiny_qwen35: Path, requests: list[Any]) -> None:
