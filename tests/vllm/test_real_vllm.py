@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(900)
 
 MARK = "BLINK_TEST_MARK"
 FLAGS = ["--max-model-len", "8192", "--max-num-batched-tokens", "4096", "--max-num-seqs", "16"]
-TOLERANCE = 0.01
+MEAN, LARGEST = 0.001, 0.05  # bfloat16 moves a probability by 0.0004; one among 600 by 0.02, depending on the processor
 Start = Callable[..., AbstractContextManager[RunningServer]]
 
 
@@ -89,10 +90,14 @@ def decide(server: RunningServer, body: dict[str, Any]) -> dict[tuple[str, str],
     return probabilities(answer["answers"])
 
 
-def difference(ones: list[dict[tuple[str, str], float]], others: list[dict[tuple[str, str], float]]) -> float:
-    """The largest difference of any probability."""
+def compare(ones: list[dict[tuple[str, str], float]], others: list[dict[tuple[str, str], float]]) -> None:
+    """Assert that the probabilities are the same but for what bfloat16 moves, and print how far apart they are."""
     assert [list(one) for one in ones] == [list(other) for other in others]
-    return max(abs(one[key] - other[key]) for one, other in zip(ones, others, strict=True) for key in one)
+    apart = [abs(one[key] - other[key]) for one, other in zip(ones, others, strict=True) for key in one]
+    mean, largest = statistics.mean(apart), max(apart)
+    print(f"\n{len(apart)} probabilities: mean difference {mean:.5f}, largest {largest:.4f}")
+    assert mean <= MEAN
+    assert largest <= LARGEST
 
 
 @pytest.fixture(scope="session")
@@ -121,13 +126,11 @@ def test_the_probabilities_are_those_of_the_torch_engine(
     engine = TorchEngine(model, "cpu", dtype=torch.float32)
     asked = questions.requests()
     ours = [probabilities(engine.decide(body["state"], body["questions"])["answers"]) for body in asked]
-    largest = difference(ours, alone)
     counted = sum(len(body["questions"]) for body in asked)
     spread = max(abs(a - b) for one in ours for a in one.values() for b in one.values())
-    print(f"\n{counted} questions, largest difference from TorchEngine in float32: {largest:.4f}")
     assert counted == 60
     assert spread > 0.3  # else everything would be alike
-    assert largest <= TOLERANCE
+    compare(ours, alone)
 
 
 def test_sixteen_clients_get_the_answers_of_one(
@@ -135,9 +138,7 @@ def test_sixteen_clients_get_the_answers_of_one(
 ) -> None:
     with ThreadPoolExecutor(16) as pool:
         together = list(pool.map(lambda body: decide(server, body), questions.requests()))
-    largest = difference(alone, together)
-    print(f"\nlargest difference between 16 clients at once and one: {largest:.4f}")
-    assert largest <= TOLERANCE
+    compare(alone, together)
 
 
 def test_conformance(server: RunningServer, tmp_path: Path) -> None:
